@@ -1,0 +1,1 @@
+"""The library: tensors in, tensors out. It knows nothing of HTTP."""

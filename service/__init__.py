@@ -1,0 +1,1 @@
+"""The application: the HTTP service, its client and the command line."""
