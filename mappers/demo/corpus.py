@@ -52,7 +52,9 @@ def training_documents() -> Iterator[Document]:
     yield from _files("perl-doc", Path("/usr/share/perl/5.36/pod"), "*.pod")
     yield from _html("debian-handbook", Path("/usr/share/doc/debian-handbook/html/en-US"))
     yield from _html("debian-reference-en", Path("/usr/share/debian-reference"), "*.en.html")
-    yield from _files("developers-reference", Path("/usr/share/developers-reference/_sources"), "*.txt")
+    yield from _files(
+        "developers-reference", Path("/usr/share/developers-reference/_sources"), "*.txt"
+    )
     yield from _bible()
 
 
@@ -129,7 +131,9 @@ def _html(source: str, folder: Path, pattern: str = "*.html") -> Iterator[Docume
 
 
 def _bible() -> Iterator[Document]:
-    run = subprocess.run(["bible", "-f", "Gen1:1-Rev22:21"], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        ["bible", "-f", "Gen1:1-Rev22:21"], capture_output=True, text=True, check=True
+    )
     chapters: dict[str, list[str]] = {}
     for line in run.stdout.splitlines():
         reference, _, verse = line.partition(" ")
@@ -163,5 +167,3 @@ def _tidy(text: str) -> str:
     text = text.replace("\r\n", "\n")
     text = re.sub(r"[ \t]+\n", "\n", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
-
-

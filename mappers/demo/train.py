@@ -37,6 +37,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 4_096
 TOKENS_PER_STEP = 4_096
 CHECKPOINT_EVERY_STEPS = 200
+PIECES_PER_DOCUMENT = 8
 HERE = Path(__file__).parent
 console = Console()
 
@@ -93,13 +94,28 @@ def prepare_text(work: Path, out: Path) -> None:
     documents = list(corpus.training_documents())
     held_out = [d for d in documents if corpus.is_held_out(d)]
     seen = {corpus.hash_of(p) for d in held_out for p in d.text.split("\n\n")}
-    texts = [corpus.without_repeats(d.text, seen) for d in documents if not corpus.is_held_out(d)]
-    (out / "text").mkdir(exist_ok=True)
-    corpus.write_pieces(out / "text" / "held_out.jsonl", held_out, at_most=4)
+    kept = [
+        d._replace(text=corpus.without_repeats(d.text, seen))
+        for d in documents
+        if not corpus.is_held_out(d)
+    ]
     foreign = [d for d in corpus.foreign_documents(work) if corpus.is_held_out(d)]
-    corpus.write_pieces(out / "text" / "out_of_domain.jsonl", foreign, at_most=4)
+    write_samples(out / "text", kept, held_out, foreign)
     (work / "held_out.txt").write_text(END_OF_TEXT.join(d.text for d in held_out))
-    (work / "train.txt").write_text(END_OF_TEXT.join(texts))
+    (work / "train.txt").write_text(END_OF_TEXT.join(d.text for d in kept))
+
+
+def write_samples(
+    folder: Path,
+    kept: list[corpus.Document],
+    held_out: list[corpus.Document],
+    foreign: list[corpus.Document],
+) -> None:
+    """The small texts that are committed: to fit mappers with, and to measure them on."""
+    folder.mkdir(exist_ok=True)
+    corpus.write_pieces(folder / "calibration.jsonl", kept[::3], at_most=1)
+    corpus.write_pieces(folder / "held_out.jsonl", held_out, at_most=PIECES_PER_DOCUMENT)
+    corpus.write_pieces(folder / "out_of_domain.jsonl", foreign, at_most=PIECES_PER_DOCUMENT)
 
 
 def train_tokenizer(work: Path, out: Path) -> Tokenizer:
@@ -182,13 +198,20 @@ def train(
     start, history = resume(checkpoint, model, optimizers)
     seconds_before, began = (history[-1]["seconds"] if history else 0.0), time.monotonic()
     losses: list[float] = []
-    for step in track(range(start, plan.steps), description=f"training {plan.name}", console=console):
+    for step in track(
+        range(start, plan.steps), description=f"training {plan.name}", console=console
+    ):
         losses.append(one_step(model, optimizers, batch(plan, step, tokens["train"]), plan, step))
         if (step + 1) % CHECKPOINT_EVERY_STEPS == 0 or step + 1 == plan.steps:
             seconds = seconds_before + time.monotonic() - began
             held_out = math.log(perplexity(model, tokens["held_out"][:40_000]))
             history.append(
-                {"step": step + 1, "loss": float(np.mean(losses)), "held_out": held_out, "seconds": seconds}
+                {
+                    "step": step + 1,
+                    "loss": float(np.mean(losses)),
+                    "held_out": held_out,
+                    "seconds": seconds,
+                }
             )
             losses.clear()
             console.print(plan.name, history[-1])
@@ -213,7 +236,11 @@ def rate(plan: Plan, step: int) -> float:
 
 def batch(plan: Plan, step: int, tokens: Ids) -> torch.Tensor:
     """Windows [B, T] at random places, the same for the same step; each starts with the BOS."""
-    window = plan.long_window_tokens if step >= plan.steps * (1 - plan.long_share) else plan.window_tokens
+    window = (
+        plan.long_window_tokens
+        if step >= plan.steps * (1 - plan.long_share)
+        else plan.window_tokens
+    )
     rng = np.random.default_rng([plan.seed, step])
     starts = rng.integers(0, len(tokens) - window, size=TOKENS_PER_STEP // window)
     rows = np.stack([tokens[s : s + window] for s in starts]).astype(np.int64)
@@ -270,7 +297,9 @@ def resume(
         for group in optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 prefix = f"optimizer.{index}.{number}."
-                entries = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+                entries = {
+                    k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)
+                }
                 if entries:
                     optimizer.state[parameter] = entries
     return int(history[-1]["step"]), history
