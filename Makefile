@@ -1,0 +1,69 @@
+# kv-translator: every job a developer or CI needs. `make help` lists them.
+#
+# Needs Python 3.11 or newer, make and a C compiler; everything else goes into one
+# virtual environment, .venv in this folder. A stamp in .venv marks each finished
+# install, so a second call starts at once; a change of pyproject.toml or of
+# deploy/constraints.txt installs again.
+#
+#   make PYTHON=python3.12 ...     another interpreter
+#   make TORCH_INDEX=URL ...       an extra package index that holds CPU builds of torch
+#   make serve ARGS="--port 9000"  more options for the command behind the target
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint deploy/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+PACKAGING := pyproject.toml deploy/constraints.txt
+CREATED := $(VENV)/.created
+RUNTIME := $(VENV)/.runtime
+DEVELOP := $(VENV)/.develop
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-slow bench fit-demo clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(RUNTIME)  ## Install the service into .venv
+
+demo: $(RUNTIME)  ## Start a real server, translate a prompt both ways, print the comparison
+	$(BIN)/kvt demo $(ARGS)
+
+serve: $(RUNTIME)  ## Run the service with the embedded mappers until Ctrl-C
+	$(BIN)/kvt serve $(ARGS)
+
+test: $(DEVELOP)  ## Lint, format check, types, and every test that takes seconds
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(DEVELOP)  ## The tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
+	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
+
+clean:  ## Remove .venv and every cache
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUNTIME): $(PACKAGING) | $(CREATED)
+	@echo "Installing into $(VENV): the first time this takes minutes (torch is large)"
+	$(PIP) --editable .
+	@touch $@
+
+$(DEVELOP): $(RUNTIME)
+	$(PIP) --editable '.[dev,gguf,train]'
+	@touch $@
