@@ -1,0 +1,247 @@
+"""The measured record of how good a mapper's translations are, and the rule that reads it.
+
+Every row is one measurement: one document, one prompt length, one native tail, one arm. Nothing
+here knows a threshold: rows are kept raw, so that the rule for any threshold can be computed when
+the mapper is loaded. The rule is Learn-then-Test (Angelopoulos et al., arXiv 2110.01052) with the
+exact binomial tail: documents, not tokens, are the independent draws.
+
+On disk the rows are one table, ``{"columns": [...], "values": [[...], ...]}``.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+
+class Arm(StrEnum):
+    """What the target read instead of its own cache; ``evaluate.py`` says how each is made."""
+
+    NATIVE = "native"
+    TRANSLATED = "translated"
+    WRONG_DOCUMENT = "wrong_document"
+    LAST_TOKENS = "last_tokens"
+    NO_CONTEXT = "no_context"
+    SOURCE_ALONE = "source_alone"
+
+
+Measure = Annotated[float, Strict(False)]  # "NaN" and "Infinity" are strings in JSON
+
+
+class EvidenceRow(BaseModel):
+    """One measurement over the continuation of one prompt of ``length`` tokens.
+
+    ``native_tail`` is how many of the prompt's last tokens the target read natively,
+    ``prefix_known`` whether the first tokens were exact, ``hops`` how many translations the source's
+    cache had been through before this one (0: it was the source's own).
+    ``kl`` is the mean over positions of KL(native || arm) in nats a token, ``kl_max`` its maximum,
+    ``top1`` the share of positions with the same most likely token, ``nll`` the mean negative
+    log-likelihood of the text in nats a token. A measure that is not finite is kept as such.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
+
+    document: str
+    domain: str
+    length: int = Field(ge=1)
+    native_tail: int = Field(ge=0)
+    prefix_known: bool
+    hops: int = Field(default=0, ge=0)
+    arm: Arm
+    kl: Measure
+    kl_max: Measure
+    top1: Measure
+    nll: Measure
+
+    @field_validator("arm", mode="before")
+    @classmethod
+    def _arm(cls, value: object) -> object:
+        return Arm(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _no_negative_kl(self) -> Self:
+        if self.kl < 0 or self.kl_max < 0:
+            raise ValueError("a KL divergence is never negative")
+        return self
+
+
+class Bucket(NamedTuple):
+    """What one certificate is about: requests of one kind share it."""
+
+    domain: str
+    prefix_known: bool
+    hops: int
+
+
+class Evidence(BaseModel):
+    """All rows of one mapper, with the digests of the texts that they were measured on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
+
+    schema_version: Literal[1] = 1
+    continuation_tokens: int = Field(ge=1)
+    corpora: dict[str, str]
+    rows: tuple[EvidenceRow, ...]
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _from_table(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, dict) and value.keys() == {"columns", "values"}:
+            columns, values = value["columns"], value["values"]
+            rows = (dict(zip(columns, row, strict=True)) for row in values)
+            return tuple(EvidenceRow.model_validate(row) for row in rows)
+        return value
+
+    @field_serializer("rows", when_used="json")
+    def _to_table(self, rows: tuple[EvidenceRow, ...]) -> dict[str, list[object]]:
+        columns = list(EvidenceRow.model_fields)
+        values = [list(row.model_dump(mode="json").values()) for row in rows]
+        return {"columns": [*columns], "values": [*values]}
+
+    @cached_property
+    def translated(self) -> Mapping[Bucket, Mapping[int, Mapping[int, tuple[float, ...]]]]:
+        """KLs of the ``translated`` arm by bucket, then length, then native tail."""
+        found: dict[Bucket, dict[int, dict[int, list[float]]]] = defaultdict(
+            lambda: defaultdict(lambda: defaultdict(list))
+        )
+        for row in self.rows:
+            if row.arm is Arm.TRANSLATED:
+                bucket = Bucket(row.domain, row.prefix_known, row.hops)
+                found[bucket][row.length][row.native_tail].append(row.kl)
+        return {
+            bucket: {n: {w: tuple(kls) for w, kls in tails.items()} for n, tails in lengths.items()}
+            for bucket, lengths in found.items()
+        }
+
+
+class Verdict(NamedTuple):
+    """``translate`` with the smallest tail that passed, or ``reprefill`` with a reason."""
+
+    decision: Literal["translate", "reprefill"]
+    reason: str | None
+    native_tail: int
+    kl_bound: float | None
+    rows: int
+
+
+def kl_bound(kls: Iterable[float | EvidenceRow], alpha: float, delta: float) -> float | None:
+    """The smallest order statistic x with P(KL > x) <= alpha at confidence 1 - delta.
+
+    Exact and distribution-free: x is the r-th of n sorted values, r the smallest with
+    P(Binomial(n, alpha) <= n - r) <= delta. None when n < ln(delta) / ln(1 - alpha), where not even
+    the largest value is certain enough. A value that is not finite counts as infinite.
+    """
+    if not (0 < alpha < 1 and 0 < delta < 1):
+        raise ValueError(f"alpha and delta lie between 0 and 1, not {alpha} and {delta}")
+    values = sorted(_closed(k.kl if isinstance(k, EvidenceRow) else k) for k in kls)
+    exceedances = _allowed_exceedances(len(values), alpha, delta)
+    return None if exceedances is None else values[len(values) - 1 - exceedances]
+
+
+def decide(
+    evidence: Evidence,
+    *,
+    tokens: int,
+    domain: str | None,
+    hops: int = 0,
+    prefix_known: bool,
+    max_kl: float,
+    max_native_tail: int | None = None,
+    alpha: float,
+    delta: float,
+) -> Verdict:
+    """Whether a prompt of ``tokens`` tokens may be translated, and with which native tail.
+
+    ``domain`` None asks for every measured domain at once, so the worst decides; ``hops`` is the
+    number of translations before this one. Between two measured lengths both must pass. Tails are tested
+    from the largest allowed down and testing stops at the first that fails (fixed sequence), so the
+    level holds for the tail that is chosen without correction. Reasons: ``no_evidence``,
+    ``drift_budget_exhausted``, ``length_not_certified``, ``certified_kl_exceeds_threshold``.
+    """
+    buckets = _buckets(evidence, domain, prefix_known)
+    domains = {b.domain for b in buckets}
+    if not buckets:
+        return _refusal("no_evidence")
+    if any(hops > max(b.hops for b in buckets if b.domain == d) for d in domains):
+        return _refusal("drift_budget_exhausted")
+    tables = [evidence.translated[b] for b in buckets if b.hops == hops]
+    if len(tables) < len(domains):
+        return _refusal("no_evidence")
+    around = [_measured_around(tokens, table) for table in tables]
+    if not all(around):
+        return _refusal("length_not_certified")
+    cells = [table[n] for table, lengths in zip(tables, around, strict=True) for n in lengths]
+    limit = tokens - 1 if max_native_tail is None else min(max_native_tail, tokens - 1)
+    return _smallest_tail(cells, limit, max_kl, alpha, delta)
+
+
+def _smallest_tail(
+    cells: Sequence[Mapping[int, tuple[float, ...]]],
+    limit: int,
+    max_kl: float,
+    alpha: float,
+    delta: float,
+) -> Verdict:
+    common = set.intersection(*(set(cell) for cell in cells))
+    best = _refusal("no_evidence")
+    for tail in sorted((w for w in common if w <= limit), reverse=True):
+        bounds = [kl_bound(cell[tail], alpha, delta) for cell in cells]
+        rows = min(len(cell[tail]) for cell in cells)
+        known = [b for b in bounds if b is not None]
+        if len(known) < len(bounds):
+            return best if best.decision == "translate" else Verdict(*best[:4], rows)
+        worst = max(known)
+        if not worst <= max_kl:
+            failed = Verdict("reprefill", "certified_kl_exceeds_threshold", 0, worst, rows)
+            return best if best.decision == "translate" else failed
+        best = Verdict("translate", None, tail, worst, rows)
+    return best
+
+
+def _buckets(evidence: Evidence, domain: str | None, prefix_known: bool) -> list[Bucket]:
+    every = evidence.translated
+    return [b for b in every if b.prefix_known is prefix_known and domain in (None, b.domain)]
+
+
+def _measured_around(tokens: int, lengths: Mapping[int, object]) -> list[int]:
+    """The measured length that equals ``tokens``, or the two around it; empty when outside."""
+    below = [n for n in lengths if n <= tokens]
+    above = [n for n in lengths if n >= tokens]
+    return sorted({max(below), min(above)}) if below and above else []
+
+
+def _refusal(reason: str) -> Verdict:
+    return Verdict("reprefill", reason, 0, None, 0)
+
+
+def _closed(kl: float) -> float:
+    return kl if math.isfinite(kl) else math.inf
+
+
+def _allowed_exceedances(rows: int, alpha: float, delta: float) -> int | None:
+    """The largest m with P(Binomial(rows, alpha) <= m) <= delta; None when even 0 is too many."""
+    total, largest = 0.0, None
+    for m in range(rows):
+        total += math.exp(_log_binomial(rows, m, alpha))
+        if total > delta:
+            break
+        largest = m
+    return largest
+
+
+def _log_binomial(n: int, m: int, p: float) -> float:
+    choose = math.lgamma(n + 1) - math.lgamma(m + 1) - math.lgamma(n - m + 1)
+    return choose + m * math.log(p) + (n - m) * math.log1p(-p)
