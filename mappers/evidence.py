@@ -45,8 +45,8 @@ class EvidenceRow(BaseModel):
     """One measurement over the continuation of one prompt of ``length`` tokens.
 
     ``native_tail`` is how many of the prompt's last tokens the target read natively,
-    ``prefix_known`` whether the first tokens were exact, ``hops`` how many translations the source's
-    cache had been through before this one (0: it was the source's own).
+    ``prefix_known`` whether the first tokens were exact, ``hops`` how many translations the
+    source's cache had been through before this one (0: it was the source's own).
     ``kl`` is the mean over positions of KL(native || arm) in nats a token, ``kl_max`` its maximum,
     ``top1`` the share of positions with the same most likely token, ``nll`` the mean negative
     log-likelihood of the text in nats a token. A measure that is not finite is kept as such.
@@ -166,9 +166,9 @@ def decide(
     """Whether a prompt of ``tokens`` tokens may be translated, and with which native tail.
 
     ``domain`` None asks for every measured domain at once, so the worst decides; ``hops`` is the
-    number of translations before this one. Between two measured lengths both must pass. Tails are tested
-    from the largest allowed down and testing stops at the first that fails (fixed sequence), so the
-    level holds for the tail that is chosen without correction. Reasons: ``no_evidence``,
+    number of translations before this one. Between two measured lengths both must pass. Tails are
+    tested from the largest allowed down and testing stops at the first that fails (fixed sequence),
+    so the level holds for the tail that is chosen without correction. Reasons: ``no_evidence``,
     ``drift_budget_exhausted``, ``length_not_certified``, ``certified_kl_exceeds_threshold``.
     """
     buckets = _buckets(evidence, domain, prefix_known)
