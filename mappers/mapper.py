@@ -1,7 +1,7 @@
 """What a fitted mapper is: per target layer, which source layers it reads and the two affine maps.
 
-Legend: L layers, T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target. Everything here is in
-content space (keys without their rotary embedding, values as they are).
+Legend: L layers, T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target. Everything here is
+in content space (keys without their rotary embedding, values as they are).
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ class Geometry:
 class AffineMap:
     """``y = x @ weight + bias``.
 
-    weight: ``[inputs, H_t * D_t]``, float32 or bfloat16. What one row of ``x`` holds, and so ``inputs``,
-    is the recipe's business (``Recipe.weight_shape``). bias: ``[H_t * D_t]``, float32.
+    weight: ``[inputs, H_t * D_t]``, float32 or bfloat16. What one row of ``x`` holds, and so
+    ``inputs``, is the recipe's business (``Recipe.weight_shape``). bias: ``[H_t * D_t]``, float32.
     """
 
     weight: Tensor
@@ -81,8 +81,8 @@ class Mapper:
     """The fitted weights of one pair, target layer by target layer.
 
     ``skipped_positions`` is how many first positions were left out of the fit: there the maps
-    extrapolate, and ``prefixes`` should take their place. Raises LayoutError when the layers do not fit
-    the two identities; the weights' shapes are ``mappers.recipes.check_shapes``'s to check.
+    extrapolate, and ``prefixes`` should take their place. Raises LayoutError when the layers do not
+    fit the two identities; the weights' shapes are ``mappers.recipes.check_shapes``'s to check.
     """
 
     source: ModelIdentity

@@ -20,8 +20,8 @@ TokenIds = tuple[int, ...]
 class PrefixBlock:
     """All known sequences of one length p, stacked.
 
-    ids: int64 ``[N, p]``. keys, values: per target layer ``[N, p, H_t, D_t]``; keys as cached, that is
-    with k-norm and rotary embedding at positions 0..p-1.
+    ids: int64 ``[N, p]``. keys, values: per target layer ``[N, p, H_t, D_t]``; keys as cached, that
+    is with k-norm and rotary embedding at positions 0..p-1.
     """
 
     ids: Tensor
@@ -60,9 +60,7 @@ class ExactPrefixes:
         for ids, cache in entries.items():
             _check_entry(ids, cache)
             by_length.setdefault(len(ids), []).append(ids)
-        return cls(
-            tuple(_stack(sequences, entries) for _, sequences in sorted(by_length.items()))
-        )
+        return cls(tuple(_stack(sequences, entries) for _, sequences in sorted(by_length.items())))
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "ExactPrefixes":
@@ -77,7 +75,7 @@ class ExactPrefixes:
         return cls(tuple(_unpack(tensors, p, layers) for p in lengths))
 
     def tensors(self) -> dict[str, Tensor]:
-        """For safetensors: ``prefix.{p}.ids`` and ``prefix.{p}.{layer}.{k|v}`` for each length p."""
+        """For safetensors: ``prefix.{p}.ids`` and ``prefix.{p}.{layer}.{k|v}`` by length p."""
         packed: dict[str, Tensor] = {}
         for block in self.blocks:
             stem = f"prefix.{block.ids.shape[1]}"
