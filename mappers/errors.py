@@ -7,6 +7,8 @@
     |-- IdentityMismatch    a cache of another model than the one that the artifact knows
     |-- LayoutError         tensors that do not have the declared layout or geometry
     |-- TooFewData          not enough rows for what was asked of them
+    |-- SingularSystem      rows that do not determine a map, however many they are
+    |-- NonFinite           a NaN or an infinity among numbers
     |-- CorpusError         text that cannot be calibrated on
     `-- ArtifactError       a mapper on disk that must not be used
 
@@ -54,6 +56,18 @@ class TooFewData(KVTranslatorError):
     """Not enough rows; the message says how many there are and how many are needed."""
 
     code = "too_few_data"
+
+
+class SingularSystem(KVTranslatorError):
+    """Inputs that do not determine a map: constant, or linear in one another."""
+
+    code = "singular_system"
+
+
+class NonFinite(KVTranslatorError):
+    """A NaN or an infinity where numbers were expected."""
+
+    code = "non_finite"
 
 
 class CorpusError(KVTranslatorError):

@@ -10,41 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mappers.errors import LayoutError
+from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
 from mappers.prefixes import ExactPrefixes
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The shapes of a pair: layers, kv heads and head dim of either side."""
-
-    source_layers: int
-    source_heads: int
-    source_dim: int
-    target_layers: int
-    target_heads: int
-    target_dim: int
-
-    @classmethod
-    def of(cls, source: ModelIdentity, target: ModelIdentity) -> "Geometry":
-        return cls(
-            source_layers=source.num_layers,
-            source_heads=source.num_kv_heads,
-            source_dim=source.head_dim,
-            target_layers=target.num_layers,
-            target_heads=target.num_kv_heads,
-            target_dim=target.head_dim,
-        )
-
-    @property
-    def source_width(self) -> int:
-        """H_s * D_s, the numbers that one token has in one source layer."""
-        return self.source_heads * self.source_dim
-
-    @property
-    def target_width(self) -> int:
-        """H_t * D_t."""
-        return self.target_heads * self.target_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
