@@ -1,0 +1,152 @@
+"""Two models over the same tokens -> the sums that every recipe is fitted from.
+
+Windows stream through both models one at a time; what is kept is the statistics and one window's
+cache. A checkpoint lets a stopped pass go on where it was, to the same bits.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from mappers import hf_compat
+from mappers.cache import KVCache, from_hf
+from mappers.corpus import Corpus
+from mappers.errors import CorpusError
+from mappers.identity import check_pair
+from mappers.models import LoadedModel as LoadedModel
+from mappers.models import ModelSpec as ModelSpec
+from mappers.models import load_model as load_model
+from mappers.moments import PairMoments
+from mappers.rope import Rope, RotaryTable
+
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where the pass is saved, how often, and the digest of the plan that it belongs to."""
+
+    folder: Path
+    plan_digest: str
+    every_windows: int = 25
+
+
+def collect(
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    moments: PairMoments,
+    *,
+    stride: int = 4,
+    skip_positions: int = 4,
+    checkpoints: Checkpoints | None = None,
+    progress: bool = True,
+) -> PairMoments:
+    """Add the corpus's windows to ``moments``, or to those of an earlier, stopped pass.
+
+    Of each window the positions ``skip_positions + offset, + stride, ...`` are taken, the offset
+    rotating from window to window. Returns the moments. Raises UnsupportedModel when the tokenizers
+    differ, CorpusError when the checkpoint is another plan's or another text's.
+    """
+    check_pair(source.identity, target.identity)
+    done = 0
+    if checkpoints is not None:
+        done, moments = _resume(checkpoints, corpus, moments)
+    windows = range(done, len(corpus.windows))
+    bar = {"description": "collecting", "console": Console(stderr=True), "disable": not progress}
+    for index in track(windows, transient=True, **bar):
+        ids = corpus.windows[index]
+        rows = sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions)
+        if len(rows):
+            pair = aligned(source, target, ids)
+            sides = zip(pair, (source.identity.rope, target.identity.rope), strict=True)
+            moments.add_window(*(content(take(cache, rows), rope) for cache, rope in sides))
+        if checkpoints is not None and (index + 1) % checkpoints.every_windows == 0:
+            _save(checkpoints, corpus, moments, index + 1)
+    return moments
+
+
+def aligned(source: LoadedModel, target: LoadedModel, ids: Tensor) -> tuple[KVCache, KVCache]:
+    """Both models' caches of the token ids [T], from position 0 and without padding."""
+    return cache_of_text(source, ids), cache_of_text(target, ids)
+
+
+def cache_of_text(model: LoadedModel, ids: Tensor) -> KVCache:
+    """One model's cache of the token ids [T]: keys and values [T, H, D] per layer."""
+    last = torch.tensor([len(ids) - 1])
+    _, cache = hf_compat.read(model.model, ids[None], logits_at=last)
+    return from_hf(cache)
+
+
+def sampled_positions(tokens: int, window: int, *, stride: int, skip_positions: int) -> Tensor:
+    """Which of ``tokens`` positions of window number ``window`` are taken, int64 [n]."""
+    return torch.arange(min(tokens, skip_positions + window % stride), tokens, stride)
+
+
+def sampled_rows(corpus: Corpus, *, stride: int, skip_positions: int) -> int:
+    """How many rows a pass over the corpus gives, known before any model runs."""
+    return sum(
+        len(sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions))
+        for index, ids in enumerate(corpus.windows)
+    )
+
+
+def take(cache: KVCache, rows: Tensor) -> KVCache:
+    """The tokens ``rows`` [n] of a cache, copied; their absolute positions stay theirs."""
+    rows = rows.to(cache.positions.device)
+    return KVCache(
+        tuple(keys[rows] for keys in cache.keys),
+        tuple(values[rows] for values in cache.values),
+        cache.positions[rows],
+    )
+
+
+def content(cache: KVCache, rope: Rope) -> KVCache:
+    """The cache in content space: keys without their rotary embedding; all in float32."""
+    table = RotaryTable.of(rope, cache.positions, device=cache.positions.device)
+    return KVCache(
+        tuple(table.strip(keys) for keys in cache.keys),
+        tuple(values.float() for values in cache.values),
+        cache.positions,
+    )
+
+
+def _resume(
+    checkpoints: Checkpoints, corpus: Corpus, fresh: PairMoments
+) -> tuple[int, PairMoments]:
+    state_file = checkpoints.folder / STATE_FILE
+    if not state_file.exists():
+        return 0, fresh
+    state = json.loads(state_file.read_text())
+    given = {"plan": checkpoints.plan_digest, "corpus": corpus.digest}
+    for key, value in given.items():
+        if state[key] != value:
+            raise CorpusError(
+                f"the checkpoint belongs to another {key}; remove it or choose another work folder"
+            )
+    return int(state["windows"]), PairMoments.load(checkpoints.folder / state["moments"])
+
+
+def _save(checkpoints: Checkpoints, corpus: Corpus, moments: PairMoments, done: int) -> None:
+    """The sums first, the state that vouches for them last, then the sums before are removed."""
+    folder = checkpoints.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"moments-{done:06d}.safetensors"
+    moments.save(folder / name)
+    state = {
+        "plan": checkpoints.plan_digest,
+        "corpus": corpus.digest,
+        "windows": done,
+        "moments": name,
+    }
+    temporary = folder / f".{STATE_FILE}"
+    temporary.write_text(json.dumps(state))
+    temporary.rename(folder / STATE_FILE)
+    for old in folder.glob("moments-*.safetensors"):
+        if old.name != name:
+            old.unlink()

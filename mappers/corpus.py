@@ -1,0 +1,208 @@
+"""Text to token windows, the same for both models of a pair.
+
+A window is a run of one document's tokens with what the tokenizer puts in front of a text (BOS) in
+front of it; it never crosses documents and is never padded. Which documents are taken depends on
+their contents alone: those with the smallest digests, so that no order of files or folders biases
+the sample and reruns agree.
+"""
+
+import hashlib
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mappers.errors import CorpusError
+
+TEXT_SUFFIXES = (".jsonl", ".md", ".rst", ".txt")
+MINIMUM_WINDOW_TOKENS = 64
+
+
+class Document(NamedTuple):
+    """One text; pieces of one longer text share its ``name``."""
+
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the text, blind to white space."""
+        return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Windows of token ids, each int64 [T] on the CPU, and the documents that they came from."""
+
+    windows: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    document_digests: frozenset[str]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(window) for window in self.windows)
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the very token ids, window by window."""
+        running = hashlib.sha256()
+        for window in self.windows:
+            running.update(len(window).to_bytes(8, "little"))
+            running.update(window.numpy().astype("<i8").tobytes())
+        return f"sha256:{running.hexdigest()}"
+
+
+def read(paths: Sequence[Path]) -> Iterator[Document]:
+    """Documents of files and folders: one a text file, one a line of ``.jsonl`` (field ``text``).
+
+    Raises CorpusError for a path that does not exist or a line without a text.
+    """
+    for path in paths:
+        if not path.exists():
+            raise CorpusError(f"no such text file or folder: {path.name}")
+        files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES)
+        for file in [path] if path.is_file() else files:
+            yield from _lines(file) if file.suffix == ".jsonl" else _whole(file)
+
+
+def calibration(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    window_tokens: int,
+    windows: int,
+) -> Corpus:
+    """At most ``windows`` windows of at most ``window_tokens`` tokens, spread over the documents.
+
+    Every document gives its first window before any gives its second. What is left of a document
+    after its last full window is a window too, unless it is shorter than 64 tokens. At most
+    ``windows`` documents are held in memory. Raises CorpusError when there is no window.
+    """
+    chosen = _sample(documents, windows)
+    cut = {
+        digest: _windows(document, tokenizer, window_tokens)[:windows]
+        for digest, document in chosen.items()
+    }
+    rounds = zip_longest(*([(d, w) for w in cut[d]] for d in cut))
+    taken = [entry for group in rounds for entry in group if entry is not None][:windows]
+    if not taken:
+        raise CorpusError(
+            f"the calibration text holds no document of {MINIMUM_WINDOW_TOKENS} tokens or more"
+        )
+    return Corpus(
+        windows=tuple(ids for _, ids in taken),
+        names=tuple(chosen[digest].name for digest, _ in taken),
+        document_digests=frozenset(digest for digest, _ in taken),
+    )
+
+
+def evaluation(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    minimum_tokens: int,
+    window_tokens: int,
+    documents_at_most: int,
+) -> Corpus:
+    """The first window of each document that has ``minimum_tokens``, longest first.
+
+    Of several pieces with one name only one is taken: the rows of the evidence must be independent
+    draws. Raises CorpusError when no document is long enough.
+    """
+    named: dict[str, tuple[str, Tensor]] = {}
+    for digest, document in _sample(documents, None).items():
+        if document.name not in named:
+            ids = _windows(document, tokenizer, window_tokens)[:1]
+            if ids and len(ids[0]) >= minimum_tokens:
+                named[document.name] = (digest, ids[0])
+    taken = list(named.items())[:documents_at_most]
+    taken.sort(key=lambda entry: -len(entry[1][1]))
+    if not taken:
+        raise CorpusError(f"the evaluation text holds no document of {minimum_tokens} tokens")
+    return Corpus(
+        windows=tuple(ids for _, (_, ids) in taken),
+        names=tuple(name for name, _ in taken),
+        document_digests=frozenset(digest for _, (digest, _) in taken),
+    )
+
+
+def refuse_overlap(calibrated: Corpus, evaluated: Corpus) -> None:
+    """Raise CorpusError when a document was calibrated on and is to be evaluated on."""
+    shared = calibrated.document_digests & evaluated.document_digests
+    if shared:
+        raise CorpusError(
+            f"{len(shared)} evaluation documents are in the calibration text too; they must differ"
+        )
+
+
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer puts in front of every text: the BOS, or nothing."""
+    bare = _encode(tokenizer, "a", special=False)
+    full = _encode(tokenizer, "a", special=True)
+    places = range(len(full) - len(bare) + 1)
+    start = next((p for p in places if full[p : p + len(bare)] == bare), 0)
+    return tuple(full[:start])
+
+
+def _sample(documents: Iterable[Document], at_most: int | None) -> dict[str, Document]:
+    """The documents with the smallest digests, in the order of their digests; none twice."""
+    keyed = ((document.digest, document) for document in documents)
+    if at_most is None:
+        return dict(sorted(dict(keyed).items()))
+    smallest: dict[str, Document] = {}
+    heap: list[int] = []
+    for digest, document in keyed:
+        if digest in smallest:
+            continue
+        smallest[digest] = document
+        heapq.heappush(heap, -int(digest, 16))
+        if len(heap) > at_most:
+            del smallest[f"{-heapq.heappop(heap):064x}"]
+    return dict(sorted(smallest.items()))
+
+
+def _windows(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tensor]:
+    leading = list(leading_tokens(tokenizer))
+    ids = _encode(tokenizer, document.text, special=False)
+    step = tokens - len(leading)
+    if step < 1:
+        raise CorpusError(f"a window of {tokens} tokens has no room for text")
+    cut = [leading + ids[start : start + step] for start in range(0, len(ids), step)]
+    minimum = min(tokens, MINIMUM_WINDOW_TOKENS)
+    return [torch.tensor(c, dtype=torch.int64) for c in cut if len(c) >= minimum]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> list[int]:
+    encoded = tokenizer(text, add_special_tokens=special, verbose=False)
+    return list(encoded["input_ids"])
+
+
+def _whole(file: Path) -> Iterator[Document]:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if text.strip():
+        yield Document(file.name, text)
+
+
+def _lines(file: Path) -> Iterator[Document]:
+    with file.open(encoding="utf-8") as handle:
+        for number, line in enumerate(handle, start=1):
+            if line.strip():
+                yield _parse(file, number, line)
+
+
+def _parse(file: Path, number: int, line: str) -> Document:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise CorpusError(f"{file.name}, line {number}: not JSON") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise CorpusError(f"{file.name}, line {number}: no field 'text' with a string")
+    given = [str(row[key]) for key in ("source", "name") if key in row]
+    return Document("/".join(given) or f"{file.name}:{number}", row["text"])
