@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers. import hf_compat
+from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
 from mappers.mapper import Mapper
 from mappers.models import LoadedModel

@@ -14,8 +14,8 @@ from mappers.mapper import Mapper
 from mappers.metrics import compare
 from mappers.models import LoadedModel
 
-LAST_TOKENS = (64, 128)
-"""Tails that the last-tokens arm has even where no translation is measured with them."""
+BARE_TAILS = (1, 64, 128)
+"""Tails that are read over nothing even where no translation is measured with them."""
 
 
 def evaluate(
@@ -44,7 +44,7 @@ def evaluate(
         label = _Label(corpus.names[number], domain, reading)
         for length in reading.lengths:
             rows.extend(_whole(label, length))
-            for tail in sorted({*native_tails, *LAST_TOKENS}):
+            for tail in sorted({*native_tails, *BARE_TAILS}):
                 if tail < length:
                     over = _caches(reading, wrong, length) if tail in native_tails else {}
                     rows.extend(_tails(target, label, over, length, tail))

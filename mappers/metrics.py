@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
 class Measures(NamedTuple):
-    """Over N positions: KL(native || arm) mean and maximum, and NLL, in nats a token; top-1 share."""
+    """Over N positions: KL(native || arm) mean and maximum, NLL (nats a token), top-1 share."""
 
     kl: float
     kl_max: float

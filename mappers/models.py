@@ -24,8 +24,8 @@ class ModelSpec(BaseModel):
 
     ``path`` is a local folder or a hub id; ``name`` and ``version`` are what requests will call it
     (default: the folder's name or the hub id; the weights' digest or the hub's revision).
-    ``gguf_file`` names a GGUF file inside the folder. ``drop_layers`` leaves out decoder layers, for
-    a depth-pruned sibling; the version then says so.
+    ``gguf_file`` names a GGUF file inside the folder. ``drop_layers`` leaves out decoder layers,
+    for a depth-pruned sibling; the version then says so.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
