@@ -87,7 +87,7 @@ def read_tail(
 def _read_all(model: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[KVCache, Tensor]:
     at = torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
     logits, cache = hf_compat.read(model.model, ids[None, :-1], logits_at=at)
-    return from_hf(cache), logits[0].unflatten(0, (len(lengths), CONTINUATION_TOKENS))
+    return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
 
 
 def _exact_prefix(mapper: Mapper, ids: Tensor, native: KVCache) -> KVCache:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from mappers import hf_compat
@@ -22,6 +20,7 @@ from mappers.models import LoadedModel as LoadedModel
 from mappers.models import ModelSpec as ModelSpec
 from mappers.models import load_model as load_model
 from mappers.moments import PairMoments
+from mappers.progress import steps
 from mappers.rope import Rope, RotaryTable
 
 STATE_FILE = "state.json"
@@ -57,9 +56,7 @@ def collect(
     done = 0
     if checkpoints is not None:
         done, moments = _resume(checkpoints, corpus, moments)
-    windows = range(done, len(corpus.windows))
-    bar = {"description": "collecting", "console": Console(stderr=True), "disable": not progress}
-    for index in track(windows, transient=True, **bar):
+    for index in steps(range(done, len(corpus.windows)), "collecting", show=progress):
         ids = corpus.windows[index]
         rows = sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions)
         if len(rows):

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from mappers.arms import Reading, read_document, read_tail
@@ -13,6 +11,7 @@ from mappers.evidence import Arm, EvidenceRow
 from mappers.mapper import Mapper
 from mappers.metrics import compare
 from mappers.models import LoadedModel
+from mappers.progress import steps
 
 BARE_TAILS = (1, 64, 128)
 """Tails that are read over nothing even where no translation is measured with them."""
@@ -38,8 +37,7 @@ def evaluate(
     rows: list[EvidenceRow] = []
     windows = corpus.windows
     wrong = read_document(source, target, mapper, windows[1], lengths) if len(windows) > 1 else None
-    bar = {"console": Console(stderr=True), "disable": not progress, "transient": True}
-    for number in track(range(len(windows)), f"evaluating {domain}", **bar):
+    for number in steps(range(len(windows)), f"evaluating {domain}", show=progress):
         reading = read_document(source, target, mapper, windows[number], lengths)
         label = _Label(corpus.names[number], domain, reading)
         for length in reading.lengths:

@@ -64,7 +64,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], **origin)
     if spec.drop_layers:
         drop_layers(model, spec.drop_layers)
-    model.to(device).eval()
+    nn.Module.to(model, device).train(False)
     identity = ModelIdentity.from_config(
         model.config,
         model=spec.name or (Path(spec.path).name if Path(spec.path).is_dir() else spec.path),
@@ -81,12 +81,13 @@ def drop_layers(model: PreTrainedModel, dropped: Iterable[int]) -> None:
     Raises UnsupportedModel (``layers_not_found``) for a number outside the model or a model whose
     decoder has no list of layers.
     """
-    layers = getattr(model.get_decoder(), "layers", None)
+    decoder: Any = model.base_model
+    layers = getattr(decoder, "layers", None)
     chosen = set(dropped)
     if not isinstance(layers, nn.ModuleList) or not chosen < set(range(len(layers))):
         raise UnsupportedModel("layers_not_found", f"cannot leave out layers {sorted(chosen)}")
     kept = [index for index in range(len(layers)) if index not in chosen]
-    model.get_decoder().layers = nn.ModuleList(layers[index] for index in kept)
+    decoder.layers = nn.ModuleList(layers[index] for index in kept)
     config = model.config.get_text_config()
     config.num_hidden_layers = len(kept)
     if getattr(config, "layer_types", None):
@@ -94,7 +95,7 @@ def drop_layers(model: PreTrainedModel, dropped: Iterable[int]) -> None:
     for number, index in enumerate(kept):
         for module in layers[index].modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = number
+                vars(module)["layer_idx"] = number
 
 
 def _version(spec: ModelSpec, model: PreTrainedModel) -> str:
