@@ -71,7 +71,7 @@ def is_held_out(document: Document) -> bool:
 
 
 def pieces(document: Document, at_most: int) -> list[str]:
-    """Cut a document at paragraph ends into at most ``at_most`` pieces of about 6,000 characters."""
+    """Cut a document at paragraph ends: at most ``at_most`` pieces of about 6,000 characters."""
     paragraphs, found, size = document.text.split("\n\n"), [], 0
     piece: list[str] = []
     for paragraph in paragraphs:

@@ -7,7 +7,7 @@ Ids = NDArray[np.int64]
 
 
 class Trigram:
-    """Absolute discounting, interpolated down to the uniform distribution (Ney, Essen, Kneser 1994)."""
+    """Absolute discounting, interpolated down to uniform (Ney, Essen and Kneser 1994)."""
 
     def __init__(self, tokens: Ids, vocab_size: int, discount: float = 0.75) -> None:
         self.vocab_size = vocab_size
