@@ -1,0 +1,267 @@
+"""The client's side of an answer: read as strictly as the service reads requests.
+
+Sans-IO: ``open_answer`` looks at status and headers, then the answer is fed with the body's
+chunks, whoever reads them. Tensors are allocated once, when the header has been checked, and
+filled in place.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mappers.cache import DTYPES, KVCache, consecutive
+from mappers.errors import KVTranslatorError
+from service import wire
+from service.errors import Problem
+from service.schemas import Receipt, TranslateRequest
+from service.upload import CONTENT_TYPE, memory_of
+
+MAX_ANSWER_BYTES = 64 << 30
+MAX_JSON_BYTES = 1 << 20
+
+
+class BadAnswer(KVTranslatorError):
+    """An answer that is incomplete or not what was asked for; nothing of it may be used."""
+
+    code = "bad_answer"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """The target's cache of the first ``receipt.tokens`` tokens; it reads the rest itself."""
+
+    cache: KVCache
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class Reprefill:
+    """No translation: prefill as if there were no service.
+
+    ``reason`` is one of the service's reasons, the ``code`` of a refusal, or ``unreachable`` or
+    ``bad_answer``, which only the client says. ``status`` is None when there was no HTTP answer.
+    ``retryable``: the same request may be translated later, after ``retry_after_seconds`` if that
+    is given. ``kl_bound`` and ``max_kl`` (nats a token) are there when the KL was what decided.
+    """
+
+    reason: str
+    detail: str
+    status: int | None = None
+    code: str | None = None
+    retryable: bool = False
+    retry_after_seconds: float | None = None
+    kl_bound: float | None = None
+    max_kl: float | None = None
+    mapper: str | None = None
+
+
+Outcome = Translated | Reprefill
+
+
+class Answer(Protocol):
+    """Fed with every chunk of the body in order, then asked once for the outcome."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes. Raises BadAnswer."""
+        ...
+
+    def outcome(self) -> Outcome:
+        """What the whole body says. Raises BadAnswer when it is not complete."""
+        ...
+
+
+def open_answer(status: int, headers: Mapping[str, str], request: TranslateRequest) -> Answer:
+    """The reader for an answer with this status and these headers (names in lower case).
+
+    Only 200 with ``KVT-Decision: translate`` holds tensors. Raises BadAnswer for compressed ones.
+    """
+    if headers.get("content-encoding", "identity") != "identity":
+        raise BadAnswer("the answer is compressed, which was not asked for")
+    if status != 200 or headers.get("kvt-decision") != "translate":
+        return _Document(status, headers)
+    kind = headers.get("content-type", "").partition(";")[0].strip()
+    if kind != CONTENT_TYPE:
+        raise BadAnswer(f"a translation comes as {CONTENT_TYPE}, this answer does not")
+    return _Tensors(request, headers.get("content-length"))
+
+
+def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reprefill:
+    """What an answer without tensors says. Raises BadAnswer when it is far too large."""
+    document = _Document(status, headers)
+    document.feed(body)
+    return document.outcome()
+
+
+def unreachable(error: Exception) -> Reprefill:
+    """No HTTP answer, or one that broke off; only the kind of fault is told."""
+    return Reprefill("unreachable", f"no complete answer: {type(error).__name__}", retryable=True)
+
+
+def bad_answer(error: BadAnswer, status: int) -> Reprefill:
+    """An answer of which nothing may be used."""
+    return Reprefill("bad_answer", str(error), status=status)
+
+
+class _Document:
+    """A small JSON body: re-prefill, or RFC 9457's problem; anything else is a refusal as well."""
+
+    def __init__(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status, self._headers = status, headers
+        self._body = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._body += chunk
+        if len(self._body) > MAX_JSON_BYTES:
+            raise BadAnswer(f"more than {MAX_JSON_BYTES} bytes came where a small document belongs")
+
+    def outcome(self) -> Reprefill:
+        document = self._document()
+        code = _text(document, "code")
+        return Reprefill(
+            reason=_text(document, "reason") or code or f"http_{self._status}",
+            detail=_text(document, "detail") or f"the server answered {self._status}",
+            status=self._status,
+            code=code,
+            retryable=document.get("retryable") is True,
+            retry_after_seconds=_number(self._headers.get("retry-after")),
+            kl_bound=_number(document.get("kl_bound")),
+            max_kl=_number(document.get("max_kl")),
+            mapper=_text(document, "mapper"),
+        )
+
+    def _document(self) -> dict[str, object]:
+        # A proxy's HTML page means the same as any other refusal.
+        try:
+            found = json.loads(self._body)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class _Tensors:
+    """Length, header, data: each part complete and checked before the next is looked at."""
+
+    def __init__(self, request: TranslateRequest, content_length: str | None) -> None:
+        self._request = request
+        self._declared_bytes = _number(content_length)
+        self._head = bytearray()
+        self._head_bytes = wire.LENGTH_BYTES
+        self._receipt: Receipt | None = None
+        self._tensors: list[Tensor] = []
+        self._views: list[memoryview] = []
+        self._at = self._filled = 0
+
+    def feed(self, chunk: bytes) -> None:
+        rest = memoryview(chunk)
+        while rest:
+            taken = self._fill(rest) if self._receipt else self._collect(rest)
+            rest = rest[taken:]
+
+    def outcome(self) -> Translated:
+        if self._receipt is None or self._at < len(self._views):
+            raise BadAnswer("the answer ended before its declared size")
+        for tensor in self._tensors:
+            if not bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all()):
+                raise BadAnswer("the answer holds values that are not finite")
+        positions = consecutive(self._receipt.tokens, self._receipt.start_position)
+        keys, values = tuple(self._tensors[0::2]), tuple(self._tensors[1::2])
+        return Translated(KVCache(keys, values, positions), self._receipt)
+
+    def _collect(self, rest: memoryview) -> int:
+        taken = min(len(rest), self._head_bytes - len(self._head))
+        self._head += rest[:taken]
+        if len(self._head) == self._head_bytes:
+            self._head_complete()
+        return taken
+
+    def _head_complete(self) -> None:
+        try:
+            if self._head_bytes == wire.LENGTH_BYTES:
+                self._head_bytes += wire.header_length(bytes(self._head))
+                return
+            header = wire.parse_header(bytes(self._head[wire.LENGTH_BYTES :]))
+        except Problem as problem:
+            raise BadAnswer(f"the answer is not readable: {problem.detail}") from problem
+        receipt = _receipt(header)
+        _check_receipt(receipt, self._request)
+        _check_tensors(header, receipt, self._request)
+        self._check_size(len(self._head) + header.data_bytes)
+        specs = sorted(header.tensors.values(), key=lambda spec: spec.begin)
+        self._tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in specs]
+        self._views = [memory_of(tensor) for tensor in self._tensors]
+        self._receipt = receipt
+
+    def _check_size(self, size: int) -> None:
+        if size > MAX_ANSWER_BYTES or self._declared_bytes not in (None, size):
+            raise BadAnswer(f"the answer's header describes {size} bytes, which cannot be right")
+
+    def _fill(self, rest: memoryview) -> int:
+        if self._at == len(self._views):
+            raise BadAnswer("there are bytes after the last tensor")
+        view = self._views[self._at]
+        taken = min(len(rest), len(view) - self._filled)
+        view[self._filled : self._filled + taken] = rest[:taken]
+        self._filled += taken
+        if self._filled == len(view):
+            self._at, self._filled = self._at + 1, 0
+        return taken
+
+
+def _receipt(header: wire.Header) -> Receipt:
+    try:
+        return Receipt.model_validate_json(header.metadata["kvt"])
+    except (KeyError, ValidationError) as error:
+        raise BadAnswer("the answer has no valid receipt") from error
+
+
+def _check_receipt(receipt: Receipt, request: TranslateRequest) -> None:
+    """The answer is about the request that was sent, and covers all but the native tail of it."""
+    target = request.target
+    expected = {
+        "tokens": request.tokens - receipt.native_tail,
+        "start_position": request.start_position,
+        "layout": request.layout,
+        "dtype": target.kv_dtype or target.dtype,
+        "token_ids_sha256": request.token_ids_sha256,
+    }
+    for field, value in expected.items():
+        if getattr(receipt, field) != value:
+            raise BadAnswer(f"the receipt's {field} is not what was asked for")
+    if receipt.native_tail < 0 or receipt.tokens < 1:
+        raise BadAnswer("the receipt covers no tokens")
+
+
+def _check_tensors(header: wire.Header, receipt: Receipt, request: TranslateRequest) -> None:
+    """Exactly ``layers.{i}.k`` and ``.v`` of one shape and dtype, laid out in layer order."""
+    layers = len(header.tensors) // 2
+    names = [f"layers.{i}.{kind}" for i in range(layers) for kind in "kv"]
+    if not names or sorted(header.tensors, key=lambda n: header.tensors[n].begin) != names:
+        raise BadAnswer("the answer's tensors are not the keys and values of each layer in order")
+    first = header.tensors[names[0]]
+    for spec in header.tensors.values():
+        if (spec.dtype, spec.shape) != (receipt.dtype, first.shape):
+            raise BadAnswer("the answer's tensors differ in dtype or shape")
+    if len(first.shape) != 3 or first.shape[0] != receipt.tokens:
+        raise BadAnswer(f"the answer's tensors do not hold {receipt.tokens} tokens")
+    target = request.target
+    claimed = (target.num_layers, target.num_kv_heads, target.head_dim)
+    for given, found in zip(claimed, (layers, *first.shape[1:]), strict=True):
+        if given is not None and given != found:
+            raise BadAnswer(f"the answer has {found} where the target has {given}")
+
+
+def _text(document: Mapping[str, object], name: str) -> str | None:
+    value = document.get(name)
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value) if isinstance(value, str | int | float) else None
+    except ValueError:
+        return None

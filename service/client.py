@@ -1,0 +1,221 @@
+"""HTTP clients of the service, blocking and asynchronous, with the same methods.
+
+Whatever happens, ``translate`` says what to do next: use the cache, or prefill. A refusal, a
+network fault and an answer that is cut short or not what was asked for are all ``Reprefill``,
+unless ``strict`` asks for an exception. Nothing is retried: a request carries a whole cache, and
+by the time that it could be sent again the target could have prefilled.
+
+    with Client("http://127.0.0.1:8080") as client:
+        match client.translate(cache, request):
+            case Translated(cache=translated, receipt=receipt):
+                ...  # the target reads receipt.native_tail tokens over it
+            case Reprefill(reason=reason):
+                ...
+"""
+
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from mappers.cache import KVCache
+from mappers.errors import KVTranslatorError
+from service.answer import (
+    BadAnswer,
+    Outcome,
+    Reprefill,
+    Translated,
+    bad_answer,
+    open_answer,
+    refusal,
+    unreachable,
+)
+from service.schemas import Health, Info, MapperList, Plan, TranslateRequest
+from service.upload import Upload
+
+__all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
+
+TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+_HEADERS = {"accept-encoding": "identity"}
+Document = TypeVar("Document", bound=BaseModel)
+
+
+class NotTranslated(KVTranslatorError):
+    """Anything but a usable answer; ``outcome`` says what is known of it."""
+
+    code = "not_translated"
+
+    def __init__(self, outcome: Reprefill) -> None:
+        super().__init__(f"{outcome.reason}: {outcome.detail}")
+        self.outcome = outcome
+
+
+class Client:
+    """A blocking client; it keeps its connections, so make one and share it between threads.
+
+    ``timeout`` is httpx's: seconds without a byte, not for the whole answer. ``options`` go to
+    ``httpx.Client`` (``transport``, ``verify``, ``headers``, ...).
+    """
+
+    def __init__(
+        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+    ) -> None:
+        self._http = httpx.Client(base_url=base_url, timeout=timeout, **options)
+
+    def translate(
+        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+    ) -> Outcome:
+        """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
+
+        Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
+        NotTranslated instead of returning Reprefill.
+        """
+        upload = Upload.of(cache, request)
+        headers = {**_HEADERS, **upload.headers}
+        try:
+            with self._http.stream(
+                "POST", "/translate", content=iter(upload), headers=headers
+            ) as response:
+                outcome = self._read(response, request)
+        except httpx.HTTPError as error:
+            outcome = unreachable(error)
+        return _checked(outcome, strict)
+
+    def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
+        try:
+            answer = open_answer(response.status_code, response.headers, request)
+            for chunk in response.iter_raw():
+                answer.feed(chunk)
+            return answer.outcome()
+        except BadAnswer as error:
+            return bad_answer(error, response.status_code)
+
+    def plan(self, request: TranslateRequest) -> Plan:
+        """The decision so far, without tensors. Raises NotTranslated when there is no plan."""
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return self._document(Plan, "POST", "/translate/plan", json=body)
+
+    def mappers(self) -> MapperList:
+        """The mappers that the service has. Raises NotTranslated."""
+        return self._document(MapperList, "GET", "/mappers")
+
+    def info(self) -> Info:
+        """What the service is and its limits. Raises NotTranslated."""
+        return self._document(Info, "GET", "/info")
+
+    def health(self) -> Health:
+        """Whether it takes requests now. Raises NotTranslated, also while it does not."""
+        return self._document(Health, "GET", "/readyz")
+
+    def _document(self, kind: type[Document], method: str, path: str, **body: Any) -> Document:
+        try:
+            response = self._http.request(method, path, **body)
+        except httpx.HTTPError as error:
+            raise NotTranslated(unreachable(error)) from error
+        return _parsed(kind, response)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The same for asyncio. A layer that is not contiguous is copied on the event loop."""
+
+    def __init__(
+        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+    ) -> None:
+        self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, **options)
+
+    async def translate(
+        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+    ) -> Outcome:
+        """As ``Client.translate``."""
+        upload = Upload.of(cache, request)
+        headers = {**_HEADERS, **upload.headers}
+        try:
+            async with self._http.stream(
+                "POST", "/translate", content=aiter(upload), headers=headers
+            ) as response:
+                outcome = await self._read(response, request)
+        except httpx.HTTPError as error:
+            outcome = unreachable(error)
+        return _checked(outcome, strict)
+
+    async def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
+        try:
+            answer = open_answer(response.status_code, response.headers, request)
+            async for chunk in response.aiter_raw():
+                answer.feed(chunk)
+            return answer.outcome()
+        except BadAnswer as error:
+            return bad_answer(error, response.status_code)
+
+    async def plan(self, request: TranslateRequest) -> Plan:
+        """As ``Client.plan``."""
+        body = request.model_dump(mode="json", exclude_defaults=True)
+        return await self._document(Plan, "POST", "/translate/plan", json=body)
+
+    async def mappers(self) -> MapperList:
+        """As ``Client.mappers``."""
+        return await self._document(MapperList, "GET", "/mappers")
+
+    async def info(self) -> Info:
+        """As ``Client.info``."""
+        return await self._document(Info, "GET", "/info")
+
+    async def health(self) -> Health:
+        """As ``Client.health``."""
+        return await self._document(Health, "GET", "/readyz")
+
+    async def _document(
+        self, kind: type[Document], method: str, path: str, **body: Any
+    ) -> Document:
+        try:
+            response = await self._http.request(method, path, **body)
+        except httpx.HTTPError as error:
+            raise NotTranslated(unreachable(error)) from error
+        return _parsed(kind, response)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _checked(outcome: Outcome, strict: bool) -> Outcome:
+    if strict and isinstance(outcome, Reprefill):
+        raise NotTranslated(outcome)
+    return outcome
+
+
+def _parsed(kind: type[Document], response: httpx.Response) -> Document:
+    try:
+        if response.status_code == 200:
+            return kind.model_validate_json(response.content)
+    except ValidationError as error:
+        fault = BadAnswer(f"the answer is no {kind.__name__}")
+        raise NotTranslated(bad_answer(fault, response.status_code)) from error
+    raise NotTranslated(refusal(response.status_code, response.headers, response.content))

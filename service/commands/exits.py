@@ -1,0 +1,90 @@
+"""Exit codes of ``kvt``, and the one place that turns an error into a line and a code.
+
+====  =====================================================================
+code  meaning
+====  =====================================================================
+0     done
+1     a fault of ours; Python's traceback says where
+2     the command line, an environment variable or the YAML file is wrong
+3     a model that is not supported, or another one than the artifact is for
+4     an artifact that is incomplete, altered or not what it says
+5     data: text, tensors or files that cannot be used
+6     the server cannot be reached, or did not start
+10    the decision is re-prefill (``kvt translate``), or a demo that shows one
+130   interrupted
+====  =====================================================================
+"""
+
+import sys
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from mappers.errors import (
+    ArtifactError,
+    IdentityMismatch,
+    KVTranslatorError,
+    UnsupportedModel,
+)
+
+
+class Code(IntEnum):
+    """What a shell script may rely on."""
+
+    USAGE = 2
+    IDENTITY = 3
+    ARTIFACT = 4
+    DATA = 5
+    SERVER = 6
+    REPREFILL = 10
+    INTERRUPTED = 130
+
+
+class Failure(Exception):
+    """A command ends here: one line for a person and a code for a script."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def code_of(error: KVTranslatorError) -> Code:
+    """The exit code of an error of the library."""
+    if isinstance(error, UnsupportedModel | IdentityMismatch):
+        return Code.IDENTITY
+    return Code.ARTIFACT if isinstance(error, ArtifactError) else Code.DATA
+
+
+class OneLineErrors(TyperGroup):
+    """The group of all commands: every expected error becomes one line on stderr and a code."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """As click's, but never with a usage box or a traceback for what a caller did."""
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, *rest, **extra)
+        except typer.TyperException as error:
+            _stop(Code.USAGE, error.format_message())
+        except Failure as error:
+            _stop(error.code, str(error))
+        except KVTranslatorError as error:
+            _stop(code_of(error), str(error))
+        except OSError as error:
+            _stop(Code.DATA, _system(error))
+        if code == Code.INTERRUPTED:
+            _stop(Code.INTERRUPTED, "interrupted")
+        sys.exit(code)
+
+
+def _system(error: OSError) -> str:
+    """The path is one that the caller named on the command line."""
+    name = f"{error.filename}: " if error.filename else ""
+    return f"{name}{error.strerror or type(error).__name__}"
+
+
+def _stop(code: Code, message: str) -> None:
+    typer.echo(f"kvt: {' '.join(message.split())}", err=True)
+    sys.exit(int(code))

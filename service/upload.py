@@ -1,0 +1,83 @@
+"""The client's request body: a cache as safetensors, sent without a second copy of it."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mappers.cache import DTYPES, KVCache
+from mappers.errors import LayoutError
+from mappers.layouts import Layout
+from service import wire
+from service.schemas import TranslateRequest
+
+CONTENT_TYPE = "application/vnd.safetensors"
+CHUNK_BYTES = 1 << 20
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Header bytes, then the tensors in layer order, each [T, H, D]; iterate it for the body.
+
+    At most one layer's tensor is copied at a time, and only when it is not contiguous or not in
+    host memory. It can be iterated again, and also asynchronously.
+    """
+
+    header: bytes
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, cache: KVCache, request: TranslateRequest) -> "Upload":
+        """Raises LayoutError when ``request`` does not describe ``cache``."""
+        _check(cache, request)
+        pairs = list(zip(cache.keys, cache.values, strict=True))
+        named = [
+            (f"layers.{i}.{kind}", t)
+            for i, pair in enumerate(pairs)
+            for kind, t in zip("kv", pair, strict=True)
+        ]
+        specs = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named]
+        document = request.model_dump_json(exclude_defaults=True)
+        header, _ = wire.write_header(specs, {"kvt": document})
+        return cls(header, tuple(tensor for _, tensor in named))
+
+    @property
+    def content_length(self) -> int:
+        """Bytes of the whole body."""
+        return len(self.header) + sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The HTTP headers that go with this body."""
+        return {"content-type": CONTENT_TYPE, "content-length": str(self.content_length)}
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self.header
+        for tensor in self.tensors:
+            view = memory_of(tensor.detach().cpu().contiguous())
+            for start in range(0, len(view), CHUNK_BYTES):
+                yield bytes(view[start : start + CHUNK_BYTES])
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self:
+            yield chunk
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, as a view of them."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _check(cache: KVCache, request: TranslateRequest) -> None:
+    if request.layout is not Layout.NHD:
+        raise LayoutError(f"the client sends layout NHD, not {request.layout.value}")
+    if request.tokens != cache.tokens:
+        raise LayoutError(f"the request says {request.tokens} tokens, the cache has {cache.tokens}")
+    first, last = int(cache.positions[0]), int(cache.positions[-1])
+    if first != request.start_position or last - first != cache.tokens - 1:
+        raise LayoutError(
+            f"the cache's positions run from {first} to {last}, the request says "
+            f"{request.tokens} from {request.start_position}"
+        )
