@@ -1,0 +1,123 @@
+"""What deploy/ and the Dockerfile say must agree with the code and with one another."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.metrics import Metrics
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def image_environment() -> dict[str, str]:
+    return dict(re.findall(r"^(?:ENV)?\s+([A-Z_]+)=(\S+)", DOCKERFILE, re.MULTILINE))
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = read("prometheus/rules.yml")["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def exported_names() -> set[str]:
+    families = Metrics(version="0").registry.collect()
+    suffixes = ("", "_total", "_bucket", "_sum", "_count", "_info")
+    return {family.name + suffix for family in families for suffix in suffixes}
+
+
+def test_the_image_sets_settings_that_exist() -> None:
+    names = {name for name in image_environment() if name.startswith("KVT_")}
+    assert names == {"KVT_HOST", "KVT_PORT", "KVT_METRICS_PORT"}
+    assert {name.removeprefix("KVT_").lower() for name in names} <= set(Settings.model_fields)
+
+
+def test_the_image_runs_without_rights_and_is_built_from_files_that_exist() -> None:
+    last = DOCKERFILE.rpartition("\nFROM ")[2]
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.MULTILINE)
+    copies = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+    copied = {name for line in copies for name in line.split()[:-1]}
+    assert copied >= {"service", "mappers", "deploy/constraints.txt"}
+    allowed = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert copied <= allowed
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+
+
+def test_the_image_exposes_the_ports_that_it_listens_on() -> None:
+    environment = image_environment()
+    exposed = re.search(r"^EXPOSE (.+)$", DOCKERFILE, re.MULTILINE)
+    assert exposed is not None
+    assert exposed[1].split() == [environment["KVT_PORT"], environment["KVT_METRICS_PORT"]]
+    assert environment["KVT_HOST"] == "0.0.0.0"
+
+
+def test_compose_hardens_the_service_and_lets_it_drain() -> None:
+    service = read("compose.yaml")["services"]["kvt"]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    settings = Settings.model_fields
+    drain = settings["drain_seconds"].default + settings["drain_notice_seconds"].default
+    assert int(service["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_compose_publishes_on_the_loopback_address_only() -> None:
+    services = read("compose.yaml")["services"].values()
+    ports = [port for service in services for port in service.get("ports", [])]
+    assert len(ports) == 2
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_prometheus_scrapes_the_service_and_finds_its_rules() -> None:
+    services = read("compose.yaml")["services"]
+    config = read("prometheus/prometheus.yml")
+    assert "./prometheus:/etc/prometheus:ro" in services["prometheus"]["volumes"]
+    assert [(DEPLOY / "prometheus" / name).is_file() for name in config["rule_files"]] == [True]
+    [target] = config["scrape_configs"][0]["static_configs"][0]["targets"]
+    host, _, port = target.partition(":")
+    assert host in services
+    assert port == image_environment()["KVT_METRICS_PORT"]
+
+
+def test_the_cuda_file_only_adds_to_the_service() -> None:
+    added = read("compose.cuda.yaml")["services"]
+    assert list(added) == ["kvt"]
+    assert added["kvt"]["build"]["args"] == {"TORCH_INDEX": ""}
+    assert Settings(device=added["kvt"]["environment"]["KVT_DEVICE"]).device == "cuda"
+
+
+def test_rules_read_metrics_that_the_service_exports() -> None:
+    used = {name for rule in rules() for name in re.findall(r"(?<!:)\bkvt_\w+", rule["expr"])}
+    assert "kvt_translations_total" in used
+    assert used <= exported_names()
+
+
+def test_every_rule_has_a_unit_test() -> None:
+    text = (DEPLOY / "prometheus" / "rules.test.yml").read_text()
+    names = [rule.get("alert") or rule["record"] for rule in rules()]
+    assert len(names) == len(set(names)) > 1
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on PATH")
+@pytest.mark.parametrize("command", ["check config prometheus.yml", "test rules rules.test.yml"])
+def test_promtool_accepts(command: str) -> None:
+    run = subprocess.run(
+        ["promtool", *command.split()],
+        cwd=DEPLOY / "prometheus",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
