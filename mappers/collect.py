@@ -61,8 +61,10 @@ def collect(
         rows = sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions)
         if len(rows):
             pair = aligned(source, target, ids)
-            sides = zip(pair, (source.identity.rope, target.identity.rope), strict=True)
-            moments.add_window(*(content(take(cache, rows), rope) for cache, rope in sides))
+            moments.add_window(
+                content(take(pair[0], rows), source.identity.rope, length=len(ids)),
+                content(take(pair[1], rows), target.identity.rope, length=len(ids)),
+            )
         if checkpoints is not None and (index + 1) % checkpoints.every_windows == 0:
             _save(checkpoints, corpus, moments, index + 1)
     return moments
@@ -103,9 +105,12 @@ def take(cache: KVCache, rows: Tensor) -> KVCache:
     )
 
 
-def content(cache: KVCache, rope: Rope) -> KVCache:
-    """The cache in content space: keys without their rotary embedding; all in float32."""
-    table = RotaryTable.of(rope, cache.positions, device=cache.positions.device)
+def content(cache: KVCache, rope: Rope, *, length: int) -> KVCache:
+    """The cache in content space: keys without their rotary embedding; all in float32.
+
+    ``length`` is how many tokens the model read when it computed the cache.
+    """
+    table = RotaryTable.of(rope, cache.positions, length=length)
     return KVCache(
         tuple(table.strip(keys) for keys in cache.keys),
         tuple(values.float() for values in cache.values),

@@ -113,17 +113,17 @@ def evaluation(
 ) -> Corpus:
     """The first window of each document that has ``minimum_tokens``, longest first.
 
-    Of several pieces with one name only one is taken: the rows of the evidence must be independent
-    draws. Raises CorpusError when no document is long enough.
+    Of several pieces with one name only the longest is taken: the rows of the evidence must be
+    independent draws. Raises CorpusError when no document is long enough.
     """
     named: dict[str, tuple[str, Tensor]] = {}
     for digest, document in _sample(documents, None).items():
-        if document.name not in named:
-            ids = _windows(document, tokenizer, window_tokens)[:1]
-            if ids and len(ids[0]) >= minimum_tokens:
-                named[document.name] = (digest, ids[0])
-    taken = list(named.items())[:documents_at_most]
-    taken.sort(key=lambda entry: -len(entry[1][1]))
+        for ids in _windows(document, tokenizer, window_tokens)[:1]:
+            shorter = document.name not in named or len(named[document.name][1]) < len(ids)
+            if shorter and len(ids) >= minimum_tokens:
+                named[document.name] = (digest, ids)
+    ordered = sorted(named.items(), key=lambda entry: (-len(entry[1][1]), entry[1][0]))
+    taken = ordered[:documents_at_most]
     if not taken:
         raise CorpusError(f"the evaluation text holds no document of {minimum_tokens} tokens")
     return Corpus(

@@ -1,13 +1,15 @@
 """Measure a mapper on documents that it has not seen: every arm, length and native tail."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
-from mappers.arms import Reading, read_document, read_tail
+from mappers.arms import CONTINUATION_TOKENS, Reading, read_document, read_tail
 from mappers.cache import KVCache
-from mappers.corpus import Corpus
-from mappers.evidence import Arm, EvidenceRow
+from mappers.corpus import Corpus, evaluation, read
+from mappers.errors import TooFewData
+from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.mapper import Mapper
 from mappers.metrics import compare
 from mappers.models import LoadedModel
@@ -18,6 +20,61 @@ BARE_TAILS = (1, 64, 128)
 
 
 def evaluate(
+    mapper: Mapper,
+    source: LoadedModel,
+    target: LoadedModel,
+    texts: Mapping[str, Corpus],
+    *,
+    lengths: Sequence[int],
+    native_tails: Sequence[int],
+    progress: bool = True,
+) -> Evidence:
+    """Evidence over the texts of all domains, from ``evaluation_texts``."""
+    rows: list[EvidenceRow] = []
+    for domain, corpus in texts.items():
+        rows += measure_domain(
+            mapper,
+            source,
+            target,
+            corpus,
+            domain=domain,
+            lengths=lengths,
+            native_tails=native_tails,
+            progress=progress,
+        )
+    return Evidence(
+        continuation_tokens=CONTINUATION_TOKENS,
+        corpora={domain: corpus.digest for domain, corpus in texts.items()},
+        rows=tuple(rows),
+    )
+
+
+def evaluation_texts(
+    paths: Mapping[str, Sequence[Path]],
+    source: LoadedModel,
+    target: LoadedModel,
+    *,
+    lengths: Sequence[int],
+    documents: int,
+) -> dict[str, Corpus]:
+    """The evaluation windows of each domain, cut to the longest length that fits both models."""
+    limit = min(source.max_position_embeddings, target.max_position_embeddings)
+    fitting = [n for n in lengths if n + CONTINUATION_TOKENS <= limit]
+    if not fitting:
+        raise TooFewData(f"no length of {list(lengths)} and its continuation fit {limit} positions")
+    return {
+        domain: evaluation(
+            read(folders),
+            target.tokenizer,
+            minimum_tokens=min(fitting) + CONTINUATION_TOKENS,
+            window_tokens=max(fitting) + CONTINUATION_TOKENS,
+            documents_at_most=documents,
+        )
+        for domain, folders in paths.items()
+    }
+
+
+def measure_domain(
     mapper: Mapper,
     source: LoadedModel,
     target: LoadedModel,

@@ -1,0 +1,48 @@
+"""What a fit is given: two models, texts, a recipe and where the result goes."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mappers.models import ModelSpec
+
+Count = Annotated[int, Field(ge=1)]
+Paths = tuple[Path, ...]
+
+
+class FitPlan(BaseModel):
+    """All that decides a fit.
+
+    ``k`` source layers a target layer; ``ridge`` relative to the mean diagonal of the inputs' Gram
+    matrix. ``windows`` calibration windows of ``window_tokens`` tokens, of which every
+    ``stride``-th row is taken and none of the first ``skip_positions``. ``evaluation`` names the
+    texts of each domain; ``documents`` of each are measured at prompts of ``lengths`` tokens (those
+    that both models and the document allow) with each of ``native_tails``. The table of exact
+    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
+    ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
+    template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
+    needs no second pass; without it they are beside the artifact until it is done.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: ModelSpec
+    target: ModelSpec
+    calibration: Annotated[Paths, Field(min_length=1)]
+    evaluation: dict[str, Paths] = {}
+    root: Path
+    work: Path | None = None
+    device: str = "cpu"
+    recipe: str = "full_head"
+    k: Count = 4
+    ridge: Annotated[float, Field(gt=0)] = 1e-4
+    windows: Count = 200
+    window_tokens: Annotated[int, Field(ge=16)] = 1024
+    stride: Count = 4
+    skip_positions: Annotated[int, Field(ge=0)] = 4
+    documents: Count = 64
+    lengths: tuple[Count, ...] = (128, 256, 512, 1024)
+    native_tails: tuple[Count, ...] = (1, 32, 128)
+    first_tokens: Annotated[int, Field(ge=0)] = 256
+    known_texts: tuple[str, ...] = ()
