@@ -1,8 +1,8 @@
 """Ridge maps over head groups: what ``full_head`` and ``head_local`` have in common.
 
 Within a group g of G, each token's inputs are the group's source heads, source layer by source
-layer: ``inputs = k * H_s/G * D_s``. The stored weight is ``[inputs, H_t * D_t]``; its block of columns g
-(of G) belongs to the target heads of group g and is multiplied with the inputs of group g.
+layer: ``inputs = k * H_s/G * D_s``. The stored weight is ``[inputs, H_t * D_t]``; block g of its
+columns belongs to the target heads of group g and is multiplied with the inputs of group g.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,8 +64,8 @@ class RidgeRecipe:
     ) -> PreparedMap:
         groups = head_groups(geometry, self.structure)
         weight = affine.weight.to(device, dtype)
-        weight = weight.view(weight.shape[0], groups, -1).transpose(0, 1)
-        bias = affine.bias.to(device, torch.float32).view(groups, 1, -1)
+        weight = weight.reshape(weight.shape[0], groups, -1).transpose(0, 1)
+        bias = affine.bias.to(device, torch.float32).reshape(groups, 1, -1)
         return PreparedMap(weight=weight.contiguous(), bias=bias)
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:

@@ -1,0 +1,85 @@
+"""The source layers of one request in content space: each made once, kept while it is read."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mappers.errors import LayoutError
+from mappers.rope import RotaryTable
+
+Layer = tuple[Tensor, Tensor]
+
+
+class SourceContent:
+    """Pulls source layers in order, as far as they are asked for, and strips each when first read.
+
+    ``layers`` yields keys (as cached) and values per source layer, each of ``shape``, that is
+    ``[T, H_s, D_s]``, any float dtype and device. Only the token rows ``rows`` are converted, and
+    ``table``, which also says on which device, is for exactly these. ``wanted`` are the layers that
+    will be read at all: others are let go at once.
+    """
+
+    def __init__(
+        self,
+        layers: Iterator[Layer],
+        *,
+        shape: tuple[int, int, int],
+        table: RotaryTable,
+        rows: slice,
+        wanted: frozenset[int],
+        dtype: torch.dtype,
+        chunk_tokens: int,
+    ) -> None:
+        self._layers = enumerate(layers)
+        self._shape, self._table, self._rows, self._wanted = shape, table, rows, wanted
+        self._dtype, self._chunk_tokens = dtype, chunk_tokens
+        self._waiting: dict[int, Layer] = {}
+        self._content: dict[int, Layer] = {}
+        self._free: list[Tensor] = []
+
+    def read(self, layer: int) -> Layer:
+        """Keys and values of a source layer, each ``[rows, H_s, D_s]``, contiguous, in ``dtype``."""
+        if layer not in self._content:
+            keys, values = self._pull(layer)
+            self._content[layer] = (self._strip(keys), self._convert(values))
+        return self._content[layer]
+
+    def drop(self, layer: int) -> None:
+        """Let a layer go after its last reader; its memory for keys serves the next layer."""
+        keys, _ = self._content.pop(layer)
+        self._free.append(keys)
+
+    def _pull(self, layer: int) -> Layer:
+        while layer not in self._waiting:
+            pulled = next(self._layers, None)
+            if pulled is None:
+                raise LayoutError(f"the source ended before its layer {layer}")
+            index, (keys, values) = pulled
+            if index in self._wanted:
+                self._waiting[index] = (self._checked(index, keys), self._checked(index, values))
+        return self._waiting.pop(layer)
+
+    def _checked(self, layer: int, tensor: Tensor) -> Tensor:
+        if tuple(tensor.shape) != self._shape or not tensor.is_floating_point():
+            raise LayoutError(
+                f"source layer {layer} must be floats {list(self._shape)}, "
+                f"not {tensor.dtype} {list(tensor.shape)}"
+            )
+        return tensor.detach()[self._rows]
+
+    def _strip(self, keys: Tensor) -> Tensor:
+        device = self._table.cos.device
+        if self._free:
+            content = self._free.pop()
+        else:
+            content = torch.empty(keys.shape, dtype=self._dtype, device=device)
+        for start in range(0, keys.shape[0], self._chunk_tokens):
+            stop = min(start + self._chunk_tokens, keys.shape[0])
+            chunk = keys[start:stop].to(device, non_blocking=True)
+            self._table.slice(start, stop).strip(chunk, out=content[start:stop])
+        return content
+
+    def _convert(self, values: Tensor) -> Tensor:
+        """Values in the compute dtype; the very same memory where that changes nothing."""
+        return values.to(self._table.cos.device, self._dtype, non_blocking=True).contiguous()
