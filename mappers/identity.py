@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from mappers.attention import attention_kinds, decoder_config, head_sizes, key_norm
 from mappers.errors import IdentityMismatch, UnsupportedModel
-from mappers.rope_spec import Rope
+from mappers.rope import Rope
 
 Side = Literal["source", "target"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]

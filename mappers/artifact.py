@@ -1,0 +1,282 @@
+"""A mapper on disk: ``<root>/<mapper_id>/`` and the files in it.
+
+==================== ==============================================================================
+manifest.json        ``Manifest``: the pair, the recipe, where the mapper comes from
+weights.safetensors  ``target.{layer}.{k|v}.{W|b}``: W ``[inputs, H_t * D_t]``, b ``[H_t * D_t]``
+prefixes.safetensors ``ExactPrefixes``: the target's KV of known first tokens
+evidence.json        ``Evidence``: how good the translations are; may be missing, or added later
+report.html          the same for people; may be missing
+SHA256SUMS           digests of all of these; its own digest is the artifact's
+==================== ==============================================================================
+
+``mappers/folder.py`` says how a folder is published and verified. Shapes, dtypes and sizes follow
+from the manifest and the recipe before any weight is read; whatever differs is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mappers import strict_json
+from mappers.errors import ArtifactError, KVTranslatorError
+from mappers.evidence import Evidence
+from mappers.folder import OpenFolder, Parts, find, open_folder, publish_folder
+from mappers.geometry import Geometry
+from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
+from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.prefixes import ExactPrefixes
+from mappers.recipes import RECIPES, check_shapes, flops_per_token
+from mappers.tensor_file import HEADER_BYTES_AT_MOST, pack, unpack
+
+__all__ = ["Artifact", "add_evidence", "find", "load", "load_manifest", "publish"]
+
+MANIFEST, WEIGHTS, PREFIXES = "manifest.json", "weights.safetensors", "prefixes.safetensors"
+EVIDENCE, REPORT = "evidence.json", "report.html"
+
+_NEEDED = {MANIFEST, WEIGHTS, PREFIXES}
+_ALLOWED = _NEEDED | {EVIDENCE, REPORT}
+_MANIFEST_BYTES_AT_MOST = 16 << 20
+_EVIDENCE_BYTES_AT_MOST = 256 << 20
+_REPORT_BYTES_AT_MOST = 64 << 20
+_WEIGHTS_DTYPES: dict[torch.dtype, WeightsDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Artifact:
+    """A verified mapper in memory; ``digest`` is ``sha256:...`` of its ``SHA256SUMS``."""
+
+    mapper: Mapper
+    manifest: Manifest
+    evidence: Evidence | None
+    digest: str
+
+
+def publish(
+    root: Path,
+    mapper: Mapper,
+    facts: ManifestFacts,
+    evidence: Evidence | None = None,
+    report_html: str | None = None,
+) -> Path:
+    """Write a mapper as ``<root>/<mapper_id>``, replacing an older one of that id; the folder.
+
+    Raises ``LayoutError`` for weights that the recipe would not have, and ``ArtifactError`` for
+    weights that are not finite or not of one dtype, and when the disk refuses.
+    """
+    check_shapes(mapper)
+    weights = _weights(mapper)
+    prefixes = dict(mapper.prefixes.tensors())
+    manifest = _manifest(mapper, facts, weights, prefixes)
+    files: dict[str, Parts] = {
+        MANIFEST: [strict_json.dumps(manifest.model_dump(mode="json"))],
+        WEIGHTS: pack(weights),
+        PREFIXES: pack(prefixes),
+        **_findings(evidence, report_html),
+    }
+    return publish_folder(root, manifest.mapper_id, files)
+
+
+def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None) -> Path:
+    """Publish the artifact again with this evidence and report; the mapper's bytes stay.
+
+    Raises ``ArtifactError`` when the artifact is not intact or the disk refuses.
+    """
+    with open_folder(path) as folder:
+        manifest = _read_manifest(folder, path)
+        limits = _limits(manifest)
+        kept = {name: [folder.read(name, at_most=limits[name])] for name in sorted(_NEEDED)}
+    files: dict[str, Parts] = {
+        **{name: [memoryview(part) for part in parts] for name, parts in kept.items()},
+        **_findings(evidence, report_html),
+    }
+    return publish_folder(path.parent, manifest.mapper_id, files)
+
+
+def load(path: Path) -> Artifact:
+    """Read, verify and check an artifact; nothing of it is used before its digest was compared.
+
+    Raises ``ArtifactError`` for whatever is missing, altered, surplus or not what it says.
+    """
+    with open_folder(path) as folder:
+        manifest = _read_manifest(folder, path)
+        limits = _limits(manifest)
+        data = {name: folder.read(name, at_most=limits[name]) for name in sorted(folder.sums)}
+        digest = folder.digest
+    try:
+        mapper = _mapper(manifest, unpack(data[WEIGHTS]), unpack(data[PREFIXES]))
+        evidence = _evidence(data.get(EVIDENCE))
+    except ArtifactError:
+        raise
+    except KVTranslatorError as error:
+        raise ArtifactError(str(error)) from error
+    return Artifact(mapper, manifest, evidence, digest)
+
+
+def load_manifest(path: Path) -> Manifest:
+    """The verified manifest alone, to know a mapper's pair and size before it is loaded.
+
+    Raises ``ArtifactError`` as ``load`` does.
+    """
+    with open_folder(path) as folder:
+        return _read_manifest(folder, path)
+
+
+def _manifest(
+    mapper: Mapper,
+    facts: ManifestFacts,
+    weights: Mapping[str, Tensor],
+    prefixes: Mapping[str, Tensor],
+) -> Manifest:
+    return Manifest(
+        **dict(facts),
+        mapper_id=mapper_id(mapper.source, mapper.target, mapper.recipe, facts.bundle_version),
+        source=mapper.source,
+        target=mapper.target,
+        recipe=mapper.recipe,
+        sources=tuple(layer.sources for layer in mapper.layers),
+        skipped_positions=mapper.skipped_positions,
+        weights_dtype=_WEIGHTS_DTYPES[mapper.layers[0].keys.weight.dtype],
+        weight_bytes=_bytes(weights),
+        prefix_bytes=_bytes(prefixes),
+        flops_per_token=flops_per_token(mapper),
+        libraries=library_versions(),
+        created_at=datetime.now(UTC).replace(microsecond=0),
+    )
+
+
+def _weights(mapper: Mapper) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, affine in mapper.affine_maps():
+        tensors[f"{name}.W"], tensors[f"{name}.b"] = affine.weight, affine.bias
+    _check_values(tensors, mapper.layers[0].keys.weight.dtype)
+    return tensors
+
+
+def _check_values(tensors: Mapping[str, Tensor], weights_dtype: torch.dtype) -> None:
+    for name, tensor in tensors.items():
+        expected = weights_dtype if name.endswith(".W") else torch.float32
+        if tensor.dtype != expected or expected not in _WEIGHTS_DTYPES:
+            raise ArtifactError("weights must be all float32 or all bfloat16, and biases float32")
+        if not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"{name} has values that are not finite")
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _findings(evidence: Evidence | None, report_html: str | None) -> dict[str, Parts]:
+    files: dict[str, Parts] = {}
+    if evidence is not None:
+        files[EVIDENCE] = [evidence.model_dump_json().encode()]
+    if report_html is not None:
+        files[REPORT] = [report_html.encode()]
+    return files
+
+
+def _read_manifest(folder: OpenFolder, path: Path) -> Manifest:
+    names = folder.sums.keys()
+    if not _NEEDED <= names <= _ALLOWED:
+        raise ArtifactError(
+            f"expected the files {sorted(_NEEDED)} and at most {EVIDENCE}, {REPORT}"
+        )
+    raw = bytes(folder.read(MANIFEST, at_most=_MANIFEST_BYTES_AT_MOST))
+    try:
+        strict_json.loads(raw)
+        manifest = Manifest.model_validate_json(raw)
+    except (strict_json.BadJSON, ValidationError, KVTranslatorError) as error:
+        raise ArtifactError(f"{MANIFEST}: {_why(error)}") from error
+    if manifest.mapper_id != path.absolute().name:
+        raise ArtifactError(f"the folder is not named as its mapper, {manifest.mapper_id}")
+    return manifest
+
+
+def _why(error: Exception) -> str:
+    """What is wrong, without the value that is."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
+    return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights that this manifest's mapper must have."""
+    recipe = RECIPES.get(manifest.recipe)
+    if recipe is None:
+        raise ArtifactError(f"the recipe is not one of {sorted(RECIPES)}")
+    geometry = Geometry.of(manifest.source, manifest.target)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, sources in enumerate(manifest.sources):
+        weight = recipe.weight_shape(geometry, len(sources))
+        for kind in "kv":
+            shapes[f"target.{index}.{kind}.W"] = weight
+            shapes[f"target.{index}.{kind}.b"] = weight[1:]
+    return shapes
+
+
+def _limits(manifest: Manifest) -> dict[str, int]:
+    """The most bytes that each file may have; compared with its size before it is read."""
+    width = {"float32": 4, "bfloat16": 2}[manifest.weights_dtype]
+    elements = {
+        name: torch.Size(shape).numel() * (width if name.endswith(".W") else 4)
+        for name, shape in _shapes(manifest).items()
+    }
+    if sum(elements.values()) != manifest.weight_bytes:
+        raise ArtifactError("weight_bytes is not what the geometry and the recipe give")
+    header = 8 + HEADER_BYTES_AT_MOST
+    return {
+        MANIFEST: _MANIFEST_BYTES_AT_MOST,
+        WEIGHTS: manifest.weight_bytes + header,
+        PREFIXES: manifest.prefix_bytes + header,
+        EVIDENCE: _EVIDENCE_BYTES_AT_MOST,
+        REPORT: _REPORT_BYTES_AT_MOST,
+    }
+
+
+def _mapper(
+    manifest: Manifest, weights: Mapping[str, Tensor], prefixes: Mapping[str, Tensor]
+) -> Mapper:
+    shapes = _shapes(manifest)
+    if weights.keys() != shapes.keys():
+        raise ArtifactError("the weights are not those of the manifest's layers")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise ArtifactError(f"{name} has shape {list(weights[name].shape)}, not {list(shape)}")
+    _check_values(weights, getattr(torch, manifest.weights_dtype))
+    if _bytes(prefixes) != manifest.prefix_bytes:
+        raise ArtifactError("prefix_bytes is not the size of the prefixes")
+    table = ExactPrefixes.from_tensors(prefixes)
+    target = manifest.target
+    table.check_geometry(target.num_layers, target.num_kv_heads, target.head_dim)
+    return Mapper(
+        source=manifest.source,
+        target=manifest.target,
+        recipe=manifest.recipe,
+        layers=tuple(
+            LayerMap(
+                sources,
+                keys=AffineMap(weights[f"target.{index}.k.W"], weights[f"target.{index}.k.b"]),
+                values=AffineMap(weights[f"target.{index}.v.W"], weights[f"target.{index}.v.b"]),
+            )
+            for index, sources in enumerate(manifest.sources)
+        ),
+        prefixes=table,
+        skipped_positions=manifest.skipped_positions,
+    )
+
+
+def _evidence(raw: bytearray | None) -> Evidence | None:
+    if raw is None:
+        return None
+    try:
+        return Evidence.model_validate_json(bytes(raw))
+    except ValidationError as error:
+        raise ArtifactError(f"{EVIDENCE}: {_why(error)}") from error

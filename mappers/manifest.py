@@ -1,0 +1,116 @@
+"""manifest.json: what a mapper on disk is, for which pair, and where it comes from."""
+
+import hashlib
+import json
+import platform
+import re
+from importlib.metadata import version
+from typing import Annotated, Literal, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, Strict, model_validator
+
+from mappers.identity import ModelIdentity, check_pair
+
+# Outer index source layer, inner index target layer; R2 is at most 1 and may be negative.
+# Lists are accepted too, since that is what a tensor's ``tolist`` gives.
+_Row = Annotated[tuple[float, ...], Strict(False)]
+Matrix = Annotated[tuple[_Row, ...], Strict(False)]
+Size = Annotated[int, Field(ge=0)]
+WeightsDtype = Literal["float32", "bfloat16"]
+
+_LIBRARIES = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Calibration(_Frozen):
+    """The text that a mapper was fitted on: rows are the tokens whose KV entered the fit."""
+
+    corpus_digest: str
+    documents: Size
+    tokens: Size
+    rows: Size
+
+
+class ManifestFacts(_Frozen):
+    """What only the fit knows and the mapper's tensors do not show.
+
+    ``ridge`` is lambda relative to the mean diagonal of the inputs' Gram matrix. ``r2_keys`` and
+    ``r2_values`` are ``[L_s][L_t]``: how well each source layer alone predicts each target layer.
+    None where a mapper was not fitted here.
+    """
+
+    ridge: Annotated[float, Field(ge=0)]
+    r2_keys: Matrix | None = None
+    r2_values: Matrix | None = None
+    calibration: Calibration | None = None
+    bundle_version: Annotated[int, Field(ge=1)] = 1
+
+
+class Manifest(ManifestFacts):
+    """The whole of ``manifest.json``.
+
+    ``sources`` are, per target layer, the source layers that it reads, ascending. ``weight_bytes``
+    and ``prefix_bytes`` are the tensors' bytes in the two tensor files, headers not counted;
+    ``flops_per_token`` counts a multiply-add as two. Raises ``ValidationError`` when the parts do
+    not fit together.
+    """
+
+    schema_version: Literal[1] = 1
+    mapper_id: str
+    source: ModelIdentity
+    target: ModelIdentity
+    recipe: str
+    sources: tuple[tuple[Size, ...], ...]
+    skipped_positions: Size
+    weights_dtype: WeightsDtype
+    weight_bytes: Size
+    prefix_bytes: Size
+    flops_per_token: Size
+    libraries: dict[str, str]
+    created_at: AwareDatetime
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        check_pair(self.source, self.target)
+        expected = mapper_id(self.source, self.target, self.recipe, self.bundle_version)
+        if self.mapper_id != expected:
+            raise ValueError("mapper_id: not the one that these identities and recipe have")
+        if len(self.sources) != self.target.num_layers:
+            raise ValueError("sources: expected one entry for each target layer")
+        for matrix in (self.r2_keys, self.r2_values):
+            if matrix is not None and not _has_shape(matrix, self.source, self.target):
+                raise ValueError("r2: expected [source layers][target layers]")
+        return self
+
+
+def mapper_id(
+    source: ModelIdentity, target: ModelIdentity, recipe: str, bundle_version: int = 1
+) -> str:
+    """A name that is safe as a path component: readable words, then 12 hex digits that decide.
+
+    The digits are of the SHA-256 of both identities, the recipe and the bundle version, so two
+    mappers share a name only when they do the same for the same pair.
+    """
+    sides = [side.model_dump(mode="json") for side in (source, target)]
+    decisive = json.dumps([*sides, recipe, bundle_version], sort_keys=True, allow_nan=False)
+    digest = hashlib.sha256(decisive.encode()).hexdigest()[:12]
+    words = (_slug(source.model), "to", _slug(target.model), _slug(recipe), f"b{bundle_version}")
+    return "-".join((*words, digest))
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what the numbers depend on, by package name, and of Python."""
+    return {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}}
+
+
+def _slug(name: str) -> str:
+    last = name.rstrip("/").rpartition("/")[2]
+    words = re.sub(r"[^a-z0-9._]+", "-", last.lower()).strip("-._")
+    return words[:40].rstrip("-._") or "model"
+
+
+def _has_shape(matrix: Matrix, source: ModelIdentity, target: ModelIdentity) -> bool:
+    return len(matrix) == source.num_layers and all(len(row) == target.num_layers for row in matrix)
