@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -12,7 +13,11 @@ from .rope_models import PARTIAL, pairing_of
 from .rope_parameters import TAKES
 
 _KNOWN = frozenset().union(*TAKES.values()) | {"partial_rotary_factor"}
-_THETA_NAMES = ("rope_theta", "rotary_emb_base")  # the second is GPT-NeoX's own
+# Ministral 3 keeps them with the rope: one scales queries only, the other repeats the config's own
+_OF_NO_EFFECT = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
+_TYPE_NAMES = ("rope_type", "type")  # the second is the older one
+# GPT-NeoX and the local layers of Gemma 3 have names of their own
+_THETA_NAMES = ("rope_theta", "rotary_emb_base", "rope_local_base_freq")
 
 
 def read_rope(
@@ -20,7 +25,11 @@ def read_rope(
 ) -> dict[str, Any]:
     """The fields of a Rope, as the config has them; see ``Rope.from_config`` for what it raises."""
     if isinstance(config, Mapping):
-        config = _config_that_states_theta(config, layer_type)
+        fields = read_rope(_config_of(config), layer_type)
+        # a theta that the file does not contain is the config class's own idea
+        if fields["theta"] not in set(_stated_thetas(config)):
+            raise _missing_theta()
+        return fields
     pairing = pairing_of(config.model_type)
     if pairing is None:
         raise UnsupportedModel(
@@ -42,32 +51,28 @@ def read_rope(
     return fields
 
 
-def _config_that_states_theta(raw: Mapping[str, Any], layer_type: str | None) -> PretrainedConfig:
-    if not any(_states_theta(section) for section in _sections(raw, layer_type)):
-        raise _missing_theta()
+def _config_of(raw: Mapping[str, Any]) -> PretrainedConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or pairing_of(model_type) is None:
         raise UnsupportedModel(
             "unknown_rope_pairing", "the config names no model_type whose pairing was verified"
         )
-    # transformers adds to the dicts that it is given
-    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+    try:
+        # a copy, since transformers adds to the dicts that it is given
+        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+    except (KeyError, ValueError, StrictDataclassError) as error:
+        raise UnsupportedModel(
+            "invalid_rope_parameters", f"transformers refuses this {model_type} config"
+        ) from error
 
 
-def _sections(raw: Mapping[str, Any], layer_type: str | None) -> Iterator[Mapping[str, Any]]:
-    """The places of a ``config.json`` where a theta may stand."""
-    yield raw
-    for name in ("rope_parameters", "rope_scaling"):
-        section = raw.get(name)
-        if isinstance(section, Mapping):
-            yield section
-            nested = section.get(layer_type)
-            if isinstance(nested, Mapping):
-                yield nested
-
-
-def _states_theta(section: Mapping[str, Any]) -> bool:
-    return any(section.get(name) is not None for name in _THETA_NAMES)
+def _stated_thetas(raw: Mapping[str, Any]) -> Iterator[float]:
+    """Every theta that stands in a ``config.json`` or in its rope sections."""
+    for name, value in raw.items():
+        if name in _THETA_NAMES and isinstance(value, int | float):
+            yield float(value)
+        elif isinstance(value, Mapping) and not str(name).endswith("_config"):
+            yield from _stated_thetas(value)
 
 
 def _stated(config: PretrainedConfig, layer_type: str | None) -> dict[str, Any]:
@@ -93,14 +98,13 @@ def _of_layer_type(nested: Mapping[str, Any], layer_type: str | None) -> dict[st
     return {**section, "truncate": nested.get("truncate")}
 
 
-def _rope_type(stated: dict[str, Any]) -> str:
-    # "type" is the older name; transformers keeps both and reads the newer
-    rope_type = stated.get("rope_type", stated.get("type", "default"))
-    if rope_type not in TAKES:
+def _rope_type(stated: Mapping[str, Any]) -> str:
+    rope_type = next((stated[name] for name in _TYPE_NAMES if name in stated), "default")
+    if not isinstance(rope_type, str) or rope_type not in TAKES:
         raise UnsupportedModel(
             "unknown_rope_type", f"this rope type is not one of {', '.join(sorted(TAKES))}"
         )
-    return str(rope_type)
+    return rope_type
 
 
 def _theta(stated: Mapping[str, Any]) -> float:
@@ -118,14 +122,13 @@ def _missing_theta() -> UnsupportedModel:
 
 def _parameters(rope_type: str, stated: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that transformers reads for this type; those of other types do nothing."""
-    rest = {k: v for k, v in stated.items() if k not in ("rope_type", "type", "rope_theta")}
-    unknown = sorted(str(name) for name in rest.keys() - _KNOWN)
+    unknown = stated.keys() - _KNOWN - _OF_NO_EFFECT - {*_TYPE_NAMES, "rope_theta"}
     if unknown:
         raise UnsupportedModel(
             "unknown_rope_parameter", f"{len(unknown)} rope parameters are of no known rope type"
         )
     taken = TAKES[rope_type] | {"partial_rotary_factor"}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in rest.items() if k in taken}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items() if k in taken}
 
 
 def _check_partial(model_type: str, rope_type: str, parameters: Mapping[str, Any]) -> None:

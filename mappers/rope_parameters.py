@@ -40,8 +40,16 @@ def _proportional(given: Parameters, longest: int) -> Resolved:
 
 
 def _llama3(given: Parameters, longest: int) -> Resolved:
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    return {**{name: _need(name, given) for name in names}, **_original(given)}
+    low, high = _need("low_freq_factor", given), _need("high_freq_factor", given)
+    if high <= low:
+        raise ValueError("high_freq_factor must be above low_freq_factor")
+    factor = _need("factor", given)
+    return {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        **_original(given),
+    }
 
 
 def _yarn(given: Parameters, longest: int) -> Resolved:
@@ -53,7 +61,7 @@ def _yarn(given: Parameters, longest: int) -> Resolved:
         "attention_factor": _yarn_attention(given, factor),
         "beta_fast": _number("beta_fast", given.get("beta_fast") or 32.0),
         "beta_slow": _number("beta_slow", given.get("beta_slow") or 1.0),
-        "truncate": bool(given.get("truncate", True)),
+        "truncate": _flag("truncate", given.get("truncate", True)),
         **original,
     }
 
@@ -117,6 +125,12 @@ def _number(name: str, value: Parameter) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be finite and above 0")
     return float(value)
+
+
+def _flag(name: str, value: Parameter) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false")
+    return value
 
 
 def _table(name: str, given: Parameters) -> tuple[float, ...]:
