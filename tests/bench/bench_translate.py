@@ -5,7 +5,7 @@
 One JSON line a row on stdout, progress on stderr. ``gemm`` is the bare matrix multiplies: the
 same weights, shapes and floating point operations, over inputs that lie ready in memory;
 ``prefill`` is the target's own prefill by transformers (sdpa, the last token's logits only), with
-random weights. The three take turns, round after round, and the medians count, so that what else
+random weights. All take turns, round after round, and the medians count, so that what else
 the machine does meets all of them alike.
 """
 
@@ -19,11 +19,11 @@ from typing import Annotated
 import torch
 import typer
 from geometries import PAIRS, Pair, random_cache, random_mapper
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mappers.cache import DTYPES, KVCache
 from mappers.mapper import Mapper
+from mappers.recipes import recipe_of
 from mappers.translate import Translator
 
 Step = Callable[[], None]
@@ -68,15 +68,16 @@ def _rows(
     dtype: torch.dtype,
     rounds: int,
 ) -> Iterator[dict[str, object]]:
-    cache = random_cache(pair, tokens, dtype).to(device)
+    cache = random_cache(pair, tokens, dtype, device)
     steps: dict[str, Step] = {"prefill": prefill(tokens)}
     for (recipe, k), mapper in mappers.items():
         steps[f"translate {recipe} {k}"] = _translation(mapper, cache, device)
-        steps[f"gemm {recipe} {k}"] = _multiplies(mapper, tokens, device)
+        for way, step in _multiplies(mapper, tokens, device).items():
+            steps[f"gemm {recipe} {k} {way}"] = step
     seconds = _take_turns(steps, rounds, device)
     for recipe, k in mappers:
         translate = tokens / seconds[f"translate {recipe} {k}"]
-        gemm = tokens / seconds[f"gemm {recipe} {k}"]
+        gemm = tokens / min(s for n, s in seconds.items() if n.startswith(f"gemm {recipe} {k} "))
         own = tokens / seconds["prefill"]
         yield {
             "recipe": recipe,
@@ -99,12 +100,17 @@ def _take_turns(steps: dict[str, Step], rounds: int, device: str) -> dict[str, f
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in steps.items():
-            sys.stderr.write(f"\r\033[K{name}, round {turn} of {rounds}")
+            _progress(f"{name}, round {turn} of {rounds}")
             elapsed = _timed(step, device)
             if turn:
                 seconds[name].append(elapsed)
-    sys.stderr.write("\r\033[K")
+    _progress("")
     return {name: median(values) for name, values in seconds.items()}
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
 
 
 def _timed(step: Step, device: str) -> float:
@@ -119,34 +125,37 @@ def _translation(mapper: Mapper, cache: KVCache, device: str) -> Step:
     translator = Translator(mapper, device=device)
 
     def step() -> None:
-        for _ in translator.layers(cache):
+        for _ in translator.layers(cache, dtype=cache.dtype):
             pass
 
     return step
 
 
-def _multiplies(mapper: Mapper, tokens: int, device: str) -> Step:
-    """The products of ``Translator`` and nothing else, one call a map, into a ready output."""
-    geometry = mapper.geometry
-    heads = geometry.target_heads if mapper.recipe == "head_local" else 1
+def _multiplies(mapper: Mapper, tokens: int, device: str) -> dict[str, Step]:
+    """The products of ``Translator`` and nothing else, into a ready output, in two ways.
+
+    One product a map and head group, or one batched product a map: which of them is faster depends
+    on shapes and machine, and only the faster is a yardstick.
+    """
+    recipe, dtype = recipe_of(mapper), _compute_dtype(device)
     weights = [
-        _by_head(affine.weight, heads).to(device, _compute_dtype(device))
+        recipe.prepare(affine, mapper.geometry, device=torch.device(device), dtype=dtype).weight
         for _, affine in mapper.affine_maps()
     ]
-    inputs, outputs = weights[0].shape[1:]
-    x = torch.randn(heads, tokens, inputs, device=device, dtype=weights[0].dtype)
-    y = torch.empty(heads, tokens, outputs, device=device, dtype=weights[0].dtype)
+    groups, inputs, outputs = weights[0].shape
+    x = torch.randn(groups, tokens, inputs, device=device, dtype=dtype)
+    y = torch.empty(groups, tokens, outputs, device=device, dtype=dtype)
 
-    def step() -> None:
+    def single() -> None:
+        for weight in weights:
+            for group in range(groups):
+                torch.mm(x[group], weight[group], out=y[group])
+
+    def batched() -> None:
         for weight in weights:
             torch.bmm(x, weight, out=y)
 
-    return step
-
-
-def _by_head(weight: Tensor, heads: int) -> Tensor:
-    """``[inputs, heads * D]`` -> ``[heads, inputs, D]``, contiguous."""
-    return weight.unflatten(1, (heads, -1)).permute(1, 0, 2).contiguous()
+    return {"single": single, "batched": batched} if groups > 1 else {"single": single}
 
 
 def _compute_dtype(device: str) -> torch.dtype:

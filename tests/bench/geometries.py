@@ -10,8 +10,9 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from mappers.cache import KVCache
+from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
-from mappers.mapper import AffineMap, Geometry, LayerMap, Mapper
+from mappers.mapper import AffineMap, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES
 
@@ -111,11 +112,11 @@ def random_mapper(pair: Pair, *, recipe: str, k: int) -> Mapper:
     )
 
 
-def random_cache(pair: Pair, tokens: int, dtype: torch.dtype) -> KVCache:
+def random_cache(pair: Pair, tokens: int, dtype: torch.dtype, device: str) -> KVCache:
     """A cache of the pair's source: ``[tokens, H_s, D_s]`` a layer, positions from 0."""
     source, _ = pair.identities()
     shape = (tokens, source.num_kv_heads, source.head_dim)
-    tensors = [torch.randn(shape).to(dtype) for _ in range(2 * source.num_layers)]
+    tensors = [torch.randn(shape, device=device).to(dtype) for _ in range(2 * source.num_layers)]
     return KVCache(
         keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), positions=torch.arange(tokens)
     )
