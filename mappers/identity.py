@@ -215,12 +215,15 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _compare(side: Side, field: str, expected: object, given: object) -> None:
     if _plain(expected) != _plain(given):
-        raise IdentityMismatch(side, field, _shown(expected), _shown(given))
+        raise IdentityMismatch(side, field, shown(expected), shown(given))
 
 
 def _compare_rope_parameters(identity: ModelIdentity, claim: IdentityClaim, side: Side) -> None:
     fitted, stated = identity.rope.parameters, _resolved(identity.rope, claim, side)
-    for name in sorted({*fitted, *stated}):
+    # Those that the request names come first; the others may only be inferred from them.
+    for name in sorted(
+        {*fitted, *stated}, key=lambda name: (name not in claim.rope_parameters, name)
+    ):
         _compare(side, f"rope_parameters.{name}", fitted.get(name), stated.get(name))
 
 
@@ -251,7 +254,8 @@ def _plain(value: object) -> object:
     return ("bool", value) if isinstance(value, bool) else value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value of an identity as a message may show it: printable, bounded, never raw."""
     if value is None:
         return "none"
     if isinstance(value, tuple):

@@ -37,7 +37,8 @@ class Calibration(_Frozen):
 class ManifestFacts(_Frozen):
     """What only the fit knows and the mapper's tensors do not show.
 
-    ``ridge`` is lambda relative to the mean diagonal of the inputs' Gram matrix. ``r2_keys`` and
+    ``ridge`` is lambda relative to the mean diagonal of the inputs' Gram matrix (of an imported
+    mapper: whatever number its format stated). ``r2_keys`` and
     ``r2_values`` are ``[L_s][L_t]``: how well each source layer alone predicts each target layer.
     None where a mapper was not fitted here.
     """
