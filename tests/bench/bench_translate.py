@@ -42,10 +42,13 @@ def main(
     k: Annotated[list[int], typer.Option(help="source layers a target layer reads")] = [4, 8],  # noqa: B006
     device: Annotated[str, typer.Option()] = "cpu",
     dtype: Annotated[str, typer.Option(help="of the caches, in and out")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="default: torch's own choice")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="measurements behind each median")] = 5,
 ) -> None:
     """Print a JSON line for every geometry, recipe, k and length."""
     torch.manual_seed(0)
+    if threads is not None:
+        torch.set_num_threads(threads)
     for name in geometry:
         pair = PAIRS[name]
         layers = pair.source.num_hidden_layers
