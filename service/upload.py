@@ -67,7 +67,7 @@ class Upload:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, as a view of them."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _check(cache: KVCache, request: TranslateRequest) -> None:

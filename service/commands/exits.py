@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 
 from mappers.errors import (
@@ -77,6 +78,13 @@ class OneLineErrors(TyperGroup):
         if code == Code.INTERRUPTED:
             _stop(Code.INTERRUPTED, "interrupted")
         sys.exit(code)
+
+
+def fault_of(error: ValidationError) -> str:
+    """The first fault, with the name of the option that it is about."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    return f"{name.replace('_', '-')}: {first['msg']}" if name else first["msg"]
 
 
 def _system(error: OSError) -> str:

@@ -1,0 +1,89 @@
+"""``kvt evaluate``: measure a mapper again, on other text or longer prompts."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mappers.errors import IdentityMismatch
+from service.commands import models
+from service.commands.options import Config
+from service.commands.texts import by_domain
+
+if TYPE_CHECKING:
+    from mappers.identity import ModelIdentity
+
+
+def evaluate(
+    artifact: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Its folder.")],
+    source: models.Source,
+    target: models.Target,
+    held_out: Annotated[
+        list[str], typer.Option(metavar="DOMAIN=PATH", help="Text that was never fitted on.")
+    ],
+    config: Config = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents of a domain.")] = 64,
+    lengths: Annotated[
+        list[int] | None, typer.Option(help="Prompt tokens.", show_default="128 256 512 1024")
+    ] = None,
+    native_tails: Annotated[
+        list[int] | None, typer.Option(help="Native tails.", show_default="1 32 128")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    source_name: models.SourceName = None,
+    source_version: models.SourceVersion = None,
+    source_gguf: models.SourceGguf = None,
+    source_drop_layers: models.SourceDropLayers = None,
+    source_dtype: models.SourceDtype = "float32",
+    target_name: models.TargetName = None,
+    target_version: models.TargetVersion = None,
+    target_gguf: models.TargetGguf = None,
+    target_drop_layers: models.TargetDropLayers = None,
+    target_dtype: models.TargetDtype = "float32",
+) -> None:
+    """Measure a mapper on text and put the evidence and the report into its artifact.
+
+    What was measured before is replaced.
+    """
+    from mappers import artifact as artifacts
+    from mappers.evaluate import evaluate as measure
+    from mappers.evaluate import evaluation_texts
+    from mappers.models import load_model
+    from mappers.plan import FitPlan
+    from mappers.report import render
+
+    del config
+    texts = by_domain(held_out)
+    loaded = artifacts.load(artifact)
+    sides = (
+        models.spec(
+            source, source_name, source_version, source_gguf, source_drop_layers, source_dtype
+        ),
+        models.spec(
+            target, target_name, target_version, target_gguf, target_drop_layers, target_dtype
+        ),
+    )
+    small, large = (load_model(side, device=device) for side in sides)
+    check_model("source", loaded.mapper.source, small.identity)
+    check_model("target", loaded.mapper.target, large.identity)
+    defaults = FitPlan.model_fields
+    prompts = tuple(lengths or defaults["lengths"].default)
+    corpora = evaluation_texts(texts, small, large, lengths=prompts, documents=documents)
+    evidence = measure(
+        loaded.mapper,
+        small,
+        large,
+        corpora,
+        lengths=prompts,
+        native_tails=tuple(native_tails or defaults["native_tails"].default),
+    )
+    report = render(loaded.manifest, evidence)
+    typer.echo(artifacts.add_evidence(artifact, evidence, report))
+
+
+def check_model(side: str, fitted: "ModelIdentity", given: "ModelIdentity") -> None:
+    """Raise IdentityMismatch for the first field in which a loaded model differs."""
+    for name in type(fitted).model_fields:
+        expected, found = getattr(fitted, name), getattr(given, name)
+        if expected != found:
+            raise IdentityMismatch(side, name, expected, found)

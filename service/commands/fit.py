@@ -1,0 +1,128 @@
+"""``kvt fit``: two models and text in, an artifact out."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from service.commands import models
+from service.commands.exits import Code, Failure, fault_of
+from service.commands.options import Config
+from service.commands.texts import by_domain
+
+_TEXT, _FIT, _EVIDENCE = "Text", "Fit", "Evidence"
+
+
+def fit(
+    source: models.Source,
+    target: models.Target,
+    calibration: Annotated[
+        list[Path], typer.Option(help="Text files, folders or jsonl.", rich_help_panel=_TEXT)
+    ],
+    root: Annotated[Path, typer.Option(help="The artifact becomes a folder in this one.")],
+    config: Config = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DOMAIN=PATH",
+            help="Text to measure on, never fitted on. Without any, the mapper is unproven.",
+            rich_help_panel=_TEXT,
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep the sums here: resumes, and refits without a pass.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    recipe: Annotated[
+        str, typer.Option(help="full_head or head_local.", rich_help_panel=_FIT)
+    ] = "full_head",
+    k: Annotated[
+        int, typer.Option(min=1, help="Source layers a target layer.", rich_help_panel=_FIT)
+    ] = 4,
+    ridge: Annotated[
+        float, typer.Option(help="Relative to the mean diagonal.", rich_help_panel=_FIT)
+    ] = 1e-4,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Calibration windows.", rich_help_panel=_FIT)
+    ] = 200,
+    window_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens of a window.", rich_help_panel=_FIT)
+    ] = 1024,
+    stride: Annotated[
+        int, typer.Option(min=1, help="Every n-th row is taken.", rich_help_panel=_FIT)
+    ] = 4,
+    skip_positions: Annotated[
+        int, typer.Option(min=0, help="First rows left out.", rich_help_panel=_FIT)
+    ] = 4,
+    first_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="First tokens held exactly, without a BOS.", rich_help_panel=_FIT),
+    ] = 256,
+    known_texts: Annotated[
+        list[str] | None,
+        typer.Option(help="Openings held exactly (a chat template's).", rich_help_panel=_FIT),
+    ] = None,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Documents of a domain.", rich_help_panel=_EVIDENCE)
+    ] = 64,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Prompt tokens.",
+            show_default="128 256 512 1024",
+            rich_help_panel=_EVIDENCE,
+        ),
+    ] = None,
+    native_tails: Annotated[
+        list[int] | None,
+        typer.Option(help="Native tails.", show_default="1 32 128", rich_help_panel=_EVIDENCE),
+    ] = None,
+    source_name: models.SourceName = None,
+    source_version: models.SourceVersion = None,
+    source_gguf: models.SourceGguf = None,
+    source_drop_layers: models.SourceDropLayers = None,
+    source_dtype: models.SourceDtype = "float32",
+    target_name: models.TargetName = None,
+    target_version: models.TargetVersion = None,
+    target_gguf: models.TargetGguf = None,
+    target_drop_layers: models.TargetDropLayers = None,
+    target_dtype: models.TargetDtype = "float32",
+) -> None:
+    """Fit a mapper for a pair of models and measure it on held-out text.
+
+    The folder of the artifact is printed when it is done. An interrupted fit resumes.
+    """
+    from mappers.fit import fit as fit_mapper
+    from mappers.plan import FitPlan
+
+    del config
+    lists = {"lengths": lengths, "native_tails": native_tails}
+    try:
+        plan = FitPlan(
+            source=models.spec(
+                source, source_name, source_version, source_gguf, source_drop_layers, source_dtype
+            ),
+            target=models.spec(
+                target, target_name, target_version, target_gguf, target_drop_layers, target_dtype
+            ),
+            calibration=tuple(calibration),
+            evaluation=by_domain(held_out or []),
+            root=root,
+            work=work,
+            device=device,
+            recipe=recipe,
+            k=k,
+            ridge=ridge,
+            windows=windows,
+            window_tokens=window_tokens,
+            stride=stride,
+            skip_positions=skip_positions,
+            first_tokens=first_tokens,
+            known_texts=tuple(known_texts or ()),
+            documents=documents,
+            **{name: tuple(values) for name, values in lists.items() if values},
+        )
+    except ValidationError as error:
+        raise Failure(Code.USAGE, fault_of(error)) from error
+    typer.echo(fit_mapper(plan))

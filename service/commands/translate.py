@@ -1,0 +1,150 @@
+"""``kvt translate``: one request in a file, its answer in another, without a server."""
+
+import asyncio
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import typer
+
+from service.answer import refusal
+from service.commands.exits import Code, Failure
+from service.commands.options import Config
+from service.upload import CHUNK_BYTES, CONTENT_TYPE
+
+_CODES = {
+    "identity_mismatch": Code.IDENTITY,
+    "pair_not_found": Code.IDENTITY,
+    "unsupported_model": Code.IDENTITY,
+    "mapper_not_ready": Code.ARTIFACT,
+}
+
+
+def translate(
+    request: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="The body of POST /translate.")
+    ],
+    answer: Annotated[Path, typer.Argument(dir_okay=False, help="Where the target's cache goes.")],
+    artifact: Annotated[
+        list[Path], typer.Option(exists=True, file_okay=False, help="Mapper folders.")
+    ],
+    config: Config = None,
+    max_kl: Annotated[float | None, typer.Option(help="Threshold, nats a token.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    allow_unproven: Annotated[
+        bool, typer.Option(help="Use a mapper without evidence; the answer says so.")
+    ] = False,
+) -> None:
+    """Translate a cache from file to file, through all that a server would do and check.
+
+    REQUEST is safetensors with the request document under `kvt` in its metadata. The answer is
+    written only when it is complete; a re-prefill decision ends with exit code 10.
+    """
+    from service.settings import Settings
+
+    del config
+    limits = {} if max_kl is None else {"max_kl": max_kl}
+    settings = Settings(
+        artifacts=tuple(artifact),
+        device=device,
+        allow_unproven=allow_unproven,
+        log_level="error",
+        **limits,  # type: ignore[arg-type]
+    )
+    part = answer.with_name(f".{answer.name}.part")
+    try:
+        with request.open("rb") as source, part.open("wb") as out:
+            exchange = asyncio.run(_exchange(settings, source, out))
+        typer.echo(exchange.summary())
+        part.replace(answer)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Exchange:
+    """The two ends of one ASGI request: a file to read the body from, a file for the answer's."""
+
+    def __init__(self, source: BinaryIO, out: BinaryIO) -> None:
+        self._source, self._out = source, out
+        self._left = os.fstat(source.fileno()).st_size
+        self._document = bytearray()
+        self.status, self.headers = 0, dict[str, str]()
+        self.complete = False
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        """What the application is told of the request."""
+        headers = {"content-type": CONTENT_TYPE, "content-length": str(self._left)}
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/translate",
+            "raw_path": b"/translate",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+            "client": None,
+            "server": None,
+        }
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The next chunk; after the last, nothing for ever, as from a client that waits."""
+        if self._left == 0:
+            await asyncio.Event().wait()
+        chunk = self._source.read(CHUNK_BYTES)
+        # A file that shrinks while it is read ends the body early, and the service says so.
+        self._left = self._left - len(chunk) if chunk else 0
+        return {"type": "http.request", "body": chunk, "more_body": self._left > 0}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Tensors go to the file, a small document is kept."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
+            return
+        body = message.get("body", b"")
+        if self._translated:
+            self._out.write(body)
+        else:
+            self._document += body
+        self.complete = not message.get("more_body", False)
+
+    @property
+    def _translated(self) -> bool:
+        return self.status == 200 and self.headers.get("kvt-decision") == "translate"
+
+    def summary(self) -> str:
+        """One line about the translation. Raises Failure when there is none, or half of one."""
+        if not self._translated:
+            raise self._failure()
+        size = int(self.headers["content-length"])
+        if not self.complete or self._out.tell() != size:
+            raise Failure(Code.DATA, "the translation broke off")
+        bound = self.headers.get("kvt-kl-bound", "none, unproven")
+        return (
+            f"translated {self.headers['kvt-tokens']} tokens, native tail "
+            f"{self.headers['kvt-native-tail']}, KL bound {bound}, by {self.headers['kvt-mapper']}"
+        )
+
+    def _failure(self) -> Failure:
+        said = refusal(self.status, self.headers, bytes(self._document))
+        if self.status == 200:
+            return Failure(Code.REPREFILL, f"re-prefill: {said.reason}: {said.detail}")
+        return Failure(_CODES.get(said.code or "", Code.DATA), f"{said.code}: {said.detail}")
+
+
+async def _exchange(settings: Any, source: BinaryIO, out: BinaryIO) -> Exchange:
+    from service.app import create_app
+
+    app = create_app(settings)
+    exchange = Exchange(source, out)
+    async with app.router.lifespan_context(app):
+        for entry in app.state.service.store.entries:
+            if entry.error is not None:
+                raise Failure(Code.ARTIFACT, entry.error)
+        await app({**exchange.scope, "app": app}, exchange.receive, exchange.send)
+    return exchange
