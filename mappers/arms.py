@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
-from mappers.mapper import Mapper
 from mappers.models import LoadedModel
+from mappers.prefixes import ExactPrefixes
 from mappers.translate import Translator
 
 CONTINUATION_TOKENS = 32
@@ -45,7 +45,12 @@ class Reading:
 
 
 def read_document(
-    source: LoadedModel, target: LoadedModel, mapper: Mapper, ids: Tensor, lengths: Sequence[int]
+    source: LoadedModel,
+    target: LoadedModel,
+    translator: Translator,
+    prefixes: ExactPrefixes,
+    ids: Tensor,
+    lengths: Sequence[int],
 ) -> Reading:
     """Both models over ``ids`` [T], and the translation of all of it, once with each prefix.
 
@@ -55,15 +60,15 @@ def read_document(
     ids = ids[: max(fitting) + CONTINUATION_TOKENS]
     native, native_logits = _read_all(target, ids, fitting)
     original, source_logits = _read_all(source, ids, fitting)
-    translator = Translator(mapper, device=original.keys[0].device)
+    exact, dtype = _exact_prefix(prefixes, ids, native), target.model.dtype
     return Reading(
         ids=ids,
         lengths=fitting,
         native=native,
         native_logits=native_logits,
         source_logits=source_logits,
-        prefix_known=translator.translate(original, prefix=_exact_prefix(mapper, ids, native)),
-        prefix_unknown=translator.translate(original, prefix=None),
+        prefix_known=translator.translate(original, prefix=exact, dtype=dtype),
+        prefix_unknown=translator.translate(original, prefix=None, dtype=dtype),
     )
 
 
@@ -90,7 +95,7 @@ def _read_all(model: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[
     return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
 
 
-def _exact_prefix(mapper: Mapper, ids: Tensor, native: KVCache) -> KVCache:
+def _exact_prefix(prefixes: ExactPrefixes, ids: Tensor, native: KVCache) -> KVCache:
     """The table's prefix; where it has none, what it would hold for the first token."""
-    match = mapper.prefixes.longest_match(tuple(ids.tolist()))
+    match = prefixes.longest_match(tuple(ids.tolist()))
     return native.slice(0, 1) if match is None else match[1]

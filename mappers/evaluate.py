@@ -13,7 +13,9 @@ from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.mapper import Mapper
 from mappers.metrics import compare
 from mappers.models import LoadedModel
+from mappers.prefixes import ExactPrefixes
 from mappers.progress import steps
+from mappers.translate import Translator
 
 BARE_TAILS = (1, 64, 128)
 """Tails that are read over nothing even where no translation is measured with them."""
@@ -31,9 +33,11 @@ def evaluate(
 ) -> Evidence:
     """Evidence over the texts of all domains, from ``evaluation_texts``."""
     rows: list[EvidenceRow] = []
+    translator = Translator(mapper, device=target.model.device)
     for domain, corpus in texts.items():
         rows += measure_domain(
-            mapper,
+            translator,
+            mapper.prefixes,
             source,
             target,
             corpus,
@@ -75,7 +79,8 @@ def evaluation_texts(
 
 
 def measure_domain(
-    mapper: Mapper,
+    translator: Translator,
+    prefixes: ExactPrefixes,
     source: LoadedModel,
     target: LoadedModel,
     corpus: Corpus,
@@ -93,9 +98,10 @@ def measure_domain(
     """
     rows: list[EvidenceRow] = []
     windows = corpus.windows
-    wrong = read_document(source, target, mapper, windows[1], lengths) if len(windows) > 1 else None
+    pair = (source, target, translator, prefixes)
+    wrong = read_document(*pair, windows[1], lengths) if len(windows) > 1 else None
     for number in steps(range(len(windows)), f"evaluating {domain}", show=progress):
-        reading = read_document(source, target, mapper, windows[number], lengths)
+        reading = read_document(*pair, windows[number], lengths)
         label = _Label(corpus.names[number], domain, reading)
         for length in reading.lengths:
             rows.extend(_whole(label, length))
