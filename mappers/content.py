@@ -39,7 +39,7 @@ class SourceContent:
         self._free: list[Tensor] = []
 
     def read(self, layer: int) -> Layer:
-        """Keys and values of a source layer, each ``[rows, H_s, D_s]``, contiguous, in ``dtype``."""
+        """Keys and values of a source layer, ``[rows, H_s, D_s]``, contiguous, in ``dtype``."""
         if layer not in self._content:
             keys, values = self._pull(layer)
             self._content[layer] = (self._strip(keys), self._convert(values))
