@@ -53,7 +53,8 @@ class RotaryTable:
         ``length`` is how many tokens the sequence had when the model computed these keys; left out,
         it is the last position + 1. Only ``dynamic`` and ``longrope`` depend on it, and only beyond
         the length that they were trained for. There a model that decodes token by token caches keys
-        of several lengths: each of them needs a table of its own. Raises LayoutError.
+        of several lengths, each of which needs a table of its own, and transformers' ``dynamic``
+        keeps to the longest sequence that the model object has seen. Raises LayoutError.
         """
         if positions.dim() != 1 or positions.dtype != torch.int64:
             raise LayoutError(

@@ -39,10 +39,11 @@ def inverse_frequencies(
     """
     if rope_type == "default":
         return _default(settings), 1.0
-    if rope_type == "dynamic" and length is not None and length <= settings.max_position_embeddings:
-        length = None
-    # transformers hands over a tensor and so computes the stretched base in float32; do the same
-    seq_len = torch.tensor(length) if rope_type == "dynamic" and length is not None else length
+    seq_len: int | Tensor | None = length
+    if rope_type == "dynamic":
+        stretched = length is not None and length > settings.max_position_embeddings
+        # transformers hands over a tensor and so computes the stretched base in float32
+        seq_len = torch.tensor(length) if stretched else None
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](settings, None, seq_len=seq_len)
     return inv_freq.to(torch.float32), float(scaling)
 

@@ -164,6 +164,7 @@ def test_every_rope_type_of_transformers_is_known_and_tried() -> None:
 
 def test_yarn_nested_by_layer_type_is_read_as_transformers_reads_it() -> None:
     layers = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
+    assert ROPES["yarn"] != ROPES["yarn, not truncated"]  # so that the flag would show
     nested = {"full_attention": {**YARN, "truncate": False}, "sliding_attention": plain(10_000.0)}
     config = CONFIG_MAPPING["olmo3"](**SHAPE, **layers, rope_parameters=nested)
     module = importlib.import_module("transformers.models.olmo3.modeling_olmo3")

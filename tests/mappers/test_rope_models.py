@@ -58,7 +58,7 @@ def tiny_config(model_type: str, **more: Any) -> PretrainedConfig:
 def cached_keys(config: PretrainedConfig) -> list[torch.Tensor]:
     """The keys of one token at each of POSITIONS, per layer ``[T, H, D]``."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # norms too, so that a norm behind the rotation would show

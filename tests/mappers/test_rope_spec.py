@@ -194,10 +194,12 @@ def test_json_round_trip_is_exact(rope_type: str) -> None:
     assert Rope.model_validate(rope.model_dump()) == rope
 
 
-def test_the_given_dict_is_not_touched() -> None:
+def test_neither_the_given_dict_nor_the_empty_default_is_touched() -> None:
     given = dict(YARN)
     Rope(type="yarn", **FIELDS, parameters=given)
     assert given == YARN
+    assert Rope(type="proportional", **FIELDS).parameters == {"factor": 1.0}
+    assert Rope(type="default", **FIELDS).parameters == {}
 
 
 @pytest.mark.parametrize(
