@@ -1,11 +1,12 @@
 """What a fit is given: two models, texts, a recipe and where the result goes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mappers.models import ModelSpec
+from mappers.recipes import RECIPES
 
 Count = Annotated[int, Field(ge=1)]
 Paths = tuple[Path, ...]
@@ -37,6 +38,7 @@ class FitPlan(BaseModel):
     recipe: str = "full_head"
     k: Count = 4
     ridge: Annotated[float, Field(gt=0)] = 1e-4
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
     windows: Count = 200
     window_tokens: Annotated[int, Field(ge=16)] = 1024
     stride: Count = 4
@@ -46,3 +48,9 @@ class FitPlan(BaseModel):
     native_tails: tuple[Count, ...] = (1, 32, 128)
     first_tokens: Annotated[int, Field(ge=0)] = 256
     known_texts: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _known_recipe(self) -> Self:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe: expected one of {sorted(RECIPES)}")
+        return self

@@ -1,0 +1,165 @@
+"""Fit a mapper and measure it, in one call: text and two models in, an artifact out.
+
+texts -> windows -> both models -> sums -> source layers -> maps -> exact prefixes -> artifact
+-> every arm on held-out text -> evidence and report into the artifact
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from mappers import artifact
+from mappers.cache import DTYPES
+from mappers.collect import Checkpoints, collect, sampled_rows
+from mappers.corpus import Corpus, calibration, read, refuse_overlap
+from mappers.errors import TooFewData
+from mappers.evaluate import evaluate, evaluation_texts
+from mappers.first_tokens import exact_prefixes, prefix_ids
+from mappers.geometry import Geometry
+from mappers.identity import check_pair
+from mappers.manifest import Calibration, ManifestFacts
+from mappers.mapper import Mapper
+from mappers.models import LoadedModel, load_model
+from mappers.moments import PairMoments
+from mappers.plan import FitPlan
+from mappers.progress import steps
+from mappers.recipes import RECIPES
+from mappers.report import render
+from mappers.selection import Selection, select
+
+
+def fit(plan: FitPlan, *, progress: bool = True) -> Path:
+    """Carry out ``plan``; returns the artifact's folder, which holds its evidence and report.
+
+    Raises TooFewData, before any model runs over text, when the windows cannot give enough rows;
+    CorpusError for unusable or overlapping texts; UnsupportedModel for a pair that cannot be
+    translated.
+    """
+    source = load_model(plan.source, device=plan.device)
+    target = load_model(plan.target, device=plan.device)
+    return fit_pair(plan, source, target, progress=progress)
+
+
+def fit_pair(
+    plan: FitPlan, source: LoadedModel, target: LoadedModel, *, progress: bool = True
+) -> Path:
+    """``fit`` for models that are loaded already; ``plan.source`` and ``.target`` are not read."""
+    check_pair(source.identity, target.identity)
+    corpus = _calibration(plan, source, target)
+    texts = evaluation_texts(
+        plan.evaluation, source, target, lengths=plan.lengths, documents=plan.documents
+    )
+    for held_out in texts.values():
+        refuse_overlap(corpus, held_out)
+    moments = _moments(plan, source, target, corpus, progress)
+    selection = select(moments, plan.k, plan.ridge)
+    mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
+    folder = artifact.publish(plan.root, mapper, _facts(plan, corpus, moments, selection))
+    if texts:
+        # From the disk, so that what is measured is what will be served.
+        loaded = artifact.load(folder)
+        evidence = evaluate(
+            loaded.mapper,
+            source,
+            target,
+            texts,
+            lengths=plan.lengths,
+            native_tails=plan.native_tails,
+            progress=progress,
+        )
+        folder = artifact.add_evidence(folder, evidence, render(loaded.manifest, evidence))
+    if plan.work is None:
+        shutil.rmtree(_work(plan), ignore_errors=True)
+    return folder
+
+
+def make_mapper(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    moments: PairMoments,
+    selection: Selection,
+    *,
+    progress: bool = True,
+) -> Mapper:
+    """Solve every target layer from the sums, and look up the exact prefixes."""
+    recipe, dtype = RECIPES[plan.recipe], DTYPES[plan.weights_dtype]
+    layers = tuple(
+        recipe.fit(moments, layer, selection.sources[layer], plan.ridge, dtype=dtype)
+        for layer in steps(range(target.identity.num_layers), "solving", show=progress)
+    )
+    known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
+    return Mapper(
+        source=source.identity,
+        target=target.identity,
+        recipe=plan.recipe,
+        layers=layers,
+        prefixes=exact_prefixes(target, known),
+        skipped_positions=plan.skip_positions,
+    )
+
+
+def _calibration(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Corpus:
+    corpus = calibration(
+        read(plan.calibration),
+        target.tokenizer,
+        window_tokens=plan.window_tokens,
+        windows=plan.windows,
+    )
+    geometry = Geometry.of(source.identity, target.identity)
+    inputs = RECIPES[plan.recipe].weight_shape(geometry, plan.k)[0]
+    rows = sampled_rows(corpus, stride=plan.stride, skip_positions=plan.skip_positions)
+    if rows <= inputs:
+        raise TooFewData(
+            f"{len(corpus.windows)} windows give {rows} rows, a map of {inputs} inputs needs more; "
+            "give more text or windows, or a smaller k or stride"
+        )
+    return corpus
+
+
+def _moments(
+    plan: FitPlan, source: LoadedModel, target: LoadedModel, corpus: Corpus, progress: bool
+) -> PairMoments:
+    structure = RECIPES[plan.recipe].structure
+    empty = PairMoments(Geometry.of(source.identity, target.identity), structure)
+    sides = (side.identity.model_dump(mode="json") for side in (source, target))
+    decisive = [*sides, structure, plan.stride, plan.skip_positions]
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    return collect(
+        source,
+        target,
+        corpus,
+        empty,
+        stride=plan.stride,
+        skip_positions=plan.skip_positions,
+        checkpoints=Checkpoints(_work(plan), digest),
+        progress=progress,
+    )
+
+
+def _facts(
+    plan: FitPlan, corpus: Corpus, moments: PairMoments, selection: Selection
+) -> ManifestFacts:
+    return ManifestFacts(
+        ridge=plan.ridge,
+        r2_keys=_matrix(selection.r2_keys),
+        r2_values=_matrix(selection.r2_values),
+        calibration=Calibration(
+            corpus_digest=corpus.digest,
+            documents=len(corpus.document_digests),
+            tokens=corpus.tokens,
+            rows=moments.count,
+        ),
+    )
+
+
+def _matrix(r2: Tensor) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(f"{cell:.6g}") for cell in row) for row in r2.tolist())
+
+
+def _work(plan: FitPlan) -> Path:
+    return plan.work or plan.root / ".fit"
