@@ -74,8 +74,10 @@ def pack(tensors: Mapping[str, Tensor]) -> list[memoryview]:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return flat.numpy().data
+    dense = tensor.detach().cpu().contiguous()
+    # Dimensions of size 1 may keep any stride, with which a tensor cannot be viewed as bytes.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 _Entry = tuple[str, torch.dtype, tuple[int, ...], int, int]
