@@ -1,0 +1,92 @@
+"""The two answers with status 200: a re-prefill as JSON, and the head of a translation."""
+
+from starlette.responses import JSONResponse, Response
+
+from service.call import Judged
+from service.gate import DETAILS
+from service.schemas import Receipt, Reprefill
+from service.translation import Side
+from service.wire import write_header
+
+SAFETENSORS = "application/vnd.safetensors"
+
+
+def reprefill(judged: Judged, reason: str) -> Response:
+    """200 without tensors: the caller computes the prompt itself."""
+    entry, ruling = judged.entry, judged.ruling
+    judged.call.ledger.close("reprefill", reason)
+    body = Reprefill(
+        reason=reason,
+        detail=DETAILS[reason],
+        kl_bound=ruling.kl_bound,
+        max_kl=ruling.max_kl,
+        mapper=entry.id,
+        digest=entry.digest or "",
+        request_id=judged.call.request_id,
+    )
+    headers = {
+        **_common(judged),
+        "KVT-Decision": "reprefill",
+        "KVT-Reason": reason,
+        "x-vsr-kv-transfer-status": "fallback_reprefill",
+    }
+    return JSONResponse(body.model_dump(mode="json"), headers=headers)
+
+
+def translated_head(judged: Judged, target: Side) -> tuple[bytes, dict[str, str]]:
+    """The safetensors header that carries the receipt, and the HTTP headers."""
+    receipt, ruling = _receipt(judged), judged.ruling
+    tensors = [(name, target.dtype, target.shape) for name in target.names]
+    head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
+    headers = {
+        **_common(judged),
+        "Content-Type": SAFETENSORS,
+        "Content-Length": str(len(head) + target.nbytes),
+        "KVT-Decision": "translate",
+        "KVT-Tokens": str(ruling.tokens),
+        "KVT-Native-Tail": str(ruling.native_tail),
+        "x-vsr-kv-transfer-status": "applied",
+    }
+    if ruling.kl_bound is not None:
+        headers["KVT-KL-Bound"] = f"{ruling.kl_bound:.6g}"
+    if ruling.unproven:
+        headers["KVT-Unproven"] = "true"
+    return head, headers
+
+
+def _common(judged: Judged) -> dict[str, str]:
+    return {
+        "KVT-Mapper": judged.entry.id,
+        "KVT-Mapper-Digest": judged.entry.digest or "",
+        "x-vsr-kv-mapper-id": judged.entry.id,
+    }
+
+
+def _receipt(judged: Judged) -> Receipt:
+    request, ruling = judged.request, judged.ruling
+    settings = judged.call.service.settings
+    return Receipt(
+        mapper=judged.entry.id,
+        digest=judged.entry.digest or "",
+        tokens=ruling.tokens,
+        start_position=request.start_position,
+        native_tail=ruling.native_tail,
+        prefix_tokens=ruling.prefix.tokens if ruling.prefix else 0,
+        layout=request.layout,
+        block_tokens=request.block_tokens,
+        dtype=request.target.kv_dtype or request.target.dtype,
+        kl_bound=ruling.kl_bound,
+        max_kl=ruling.max_kl,
+        alpha=settings.alpha,
+        delta=settings.delta,
+        rows=ruling.rows,
+        guarantee=_guarantee(ruling.unproven, settings.alpha, settings.delta),
+        unproven=ruling.unproven,
+        token_ids_sha256=request.token_ids_sha256,
+    )
+
+
+def _guarantee(unproven: bool, alpha: float, delta: float) -> str:
+    if unproven:
+        return "none: this service was told to translate without evidence"
+    return f"P(KL > kl_bound) <= {alpha:g} with confidence {1 - delta:g}"

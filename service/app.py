@@ -1,0 +1,81 @@
+"""create_app: the parts put together. Nothing is read, chosen or registered at import."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import structlog
+from fastapi import FastAPI
+from prometheus_client import start_http_server
+
+from service import health, openapi, problems, routes
+from service.context import RequestContext
+from service.metrics import Metrics
+from service.settings import Settings
+from service.state import Service
+from service.store import Store
+from service.worker import Worker
+
+log = structlog.get_logger("service.app")
+
+SUMMARY = "Translates one model's KV cache into another's, or says re-prefill"
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """An application of its own: several can live in one process."""
+    app = FastAPI(
+        title="kv-translator",
+        summary=SUMMARY,
+        version=health.current_version(),
+        lifespan=_lifespan,
+        # A redirect would repeat the Host header that the client chose.
+        redirect_slashes=False,
+    )
+    metrics = Metrics(version=health.current_version())
+    worker = Worker(settings, metrics)
+    app.state.service = Service(settings, metrics, Store(settings, worker.on_device), worker)
+    app.include_router(routes.router)
+    app.include_router(health.router)
+    if settings.metrics_port is None:
+        app.include_router(health.metrics_router)
+    problems.install(app)
+    openapi.install(app)
+    app.add_middleware(RequestContext)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    loading = asyncio.create_task(_load(service))
+    with _metrics_server(service):
+        yield
+    await loading
+    service.worker.stop()
+
+
+async def _load(service: Service) -> None:
+    """Meanwhile the port is open: /livez answers, /readyz says that we are starting."""
+    await asyncio.to_thread(service.store.load_all)
+    for entry in service.store.entries:
+        service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
+        log.info("mapper", id=entry.id, state=entry.state, error=entry.error)
+    service.lifecycle.starting = False
+
+
+@contextlib.contextmanager
+def _metrics_server(service: Service) -> Iterator[None]:
+    """Prometheus on a port and thread of its own, so that a scrape never waits for a request."""
+    port = service.settings.metrics_port
+    if port is None:
+        yield
+        return
+    server, thread = start_http_server(
+        port, service.settings.host, registry=service.metrics.registry
+    )
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,31 @@
+"""What the pipeline carries from step to step."""
+
+from dataclasses import dataclass
+
+from service.body import Body
+from service.gate import Ruling
+from service.ledger import Ledger
+from service.schemas import TranslateRequest
+from service.state import Service
+from service.store import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request to /translate; ``declared_bytes`` is its Content-Length."""
+
+    service: Service
+    body: Body
+    declared_bytes: int | None
+    request_id: str
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A call whose pair is known and on which the cheap gate has ruled."""
+
+    call: Call
+    entry: Entry
+    request: TranslateRequest
+    ruling: Ruling

@@ -1,0 +1,184 @@
+"""What /docs and /openapi.json say about bodies that FastAPI cannot see: raw bytes and problems."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from service.answers import SAFETENSORS
+from service.errors import CODES
+from service.problems import MEDIA_TYPE
+from service.schemas import ProblemBody, Receipt, Reprefill, TranslateRequest
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+
+EXAMPLE_REQUEST: dict[str, Any] = {
+    "source": {"model": "small", "version": "r1", "rope_theta": 10000.0, "dtype": "bfloat16"},
+    "target": {"model": "large", "version": "r1", "rope_theta": 1000000.0, "dtype": "bfloat16"},
+    "tokens": 2,
+    "layout": "NHD",
+    "max_kl": 0.05,
+    "max_native_tail": 512,
+    "reprefill_ms": 850.0,
+    "prefix_token_ids": [1, 4093],
+}
+_EXAMPLE_REPREFILL = {
+    "decision": "reprefill",
+    "reason": "length_not_certified",
+    "detail": "the mapper was not measured on prompts of this length",
+    "kl_bound": None,
+    "max_kl": 0.05,
+    "mapper": "small-large-full_head-b1",
+    "digest": "sha256:6d3c...",
+    "request_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e",
+}
+_EXAMPLE_PROBLEM = {
+    "type": "urn:kv-translator:problem:identity_mismatch",
+    "title": "The cache is of another model",
+    "status": 409,
+    "detail": "source.rope_theta: the mapper was fitted for 10000.0, not 500000.0",
+    "instance": "urn:kv-translator:request:5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e",
+    "code": "identity_mismatch",
+    "decision": "reprefill",
+    "retryable": False,
+    "request_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e",
+}
+_BODY_TEXT = """A safetensors file, read as it arrives: 8 bytes with the length of the header
+(little-endian), the JSON header, the tensors. In the header, `__metadata__.kvt` is the request
+document (schema `TranslateRequest`) as a string. Tensor names follow from `layout`:
+`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`."""
+_BODY_EXAMPLE = (
+    '\\x10\\x02\\x00\\x00\\x00\\x00\\x00\\x00{"__metadata__":{"kvt":"{\\"source\\":{...},'
+    '\\"target\\":{...},\\"tokens\\":2,\\"layout\\":\\"NHD\\"}"},"layers.0.k":{"dtype":"BF16",'
+    '"shape":[2,4,32],"data_offsets":[0,512]},...} and the bytes of the tensors'
+)
+_ANSWER_TEXT = """Translated: safetensors, tensors in the order of the layers, sent while later ones
+are computed. `__metadata__.kvt` is the `Receipt` as a string. Re-prefill: JSON, no tensors."""
+_ANSWER_EXAMPLE = _BODY_EXAMPLE.replace(
+    '\\"source\\":{...},\\"target\\":{...}', '\\"decision\\":\\"translate\\",\\"native_tail\\":1'
+)
+
+
+def _binary(example: str) -> dict[str, Any]:
+    schema = {"type": "string", "format": "binary"}
+    return {"schema": schema, "examples": {"file": {"summary": "A file", "value": example}}}
+
+
+def _problems(codes: Iterable[str]) -> dict[int | str, dict[str, Any]]:
+    """Responses by status, with the codes that come with it."""
+    by_status: dict[int | str, list[str]] = {}
+    for code in codes:
+        by_status.setdefault(CODES[code].status, []).append(code)
+    return {status: _problem(codes) for status, codes in sorted(by_status.items(), key=str)}
+
+
+def _problem(codes: list[str]) -> dict[str, Any]:
+    response: dict[str, Any] = {
+        "description": f"`code`: {', '.join(f'`{code}`' for code in codes)}",
+        "content": {MEDIA_TYPE: {"schema": _ref(ProblemBody), "example": _EXAMPLE_PROBLEM}},
+    }
+    if any(CODES[code].retryable for code in codes):
+        response["headers"] = {"Retry-After": _header("Seconds")}
+    return response
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _header(text: str) -> dict[str, Any]:
+    return {"description": text, "schema": {"type": "string"}}
+
+
+_ANSWER_HEADERS = {
+    "KVT-Decision": _header("translate or reprefill"),
+    "KVT-Reason": _header("Why re-prefill, from the closed list"),
+    "KVT-Mapper": _header("Id of the mapper"),
+    "KVT-Mapper-Digest": _header("Digest of its artifact"),
+    "KVT-Tokens": _header("Rows answered"),
+    "KVT-Native-Tail": _header("Rows that the target reads itself"),
+    "KVT-KL-Bound": _header("Certified KL in nats a token"),
+    "KVT-Unproven": _header("true when there is no evidence behind the answer"),
+    "x-vsr-kv-transfer-status": _header("applied or fallback_reprefill"),
+    "x-vsr-kv-mapper-id": _header("Id of the mapper"),
+    "X-Request-Id": _header("Our id of the request"),
+}
+_DOCUMENT_CODES = ("bad_json", "bad_document")
+_PAIR_CODES = ("pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
+_MEDIA_CODES = ("unsupported_media_type", "unsupported_encoding", "body_too_large", "body_too_slow")
+_TENSOR_CODES = (
+    "bad_request",
+    "bad_safetensors",
+    "truncated_body",
+    "header_too_large",
+    "too_many_tokens",
+    "bad_metadata",
+    "bad_tensor_name",
+    "bad_shape",
+    "layer_set",
+    "dtype_unsupported",
+    "layout_error",
+    "overloaded",
+    "out_of_memory",
+    "internal",
+    "internal_invariant",
+)
+
+TRANSLATE: dict[str, Any] = {
+    "response_model": None,
+    "response_class": Response,
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "description": _BODY_TEXT,
+            "content": {SAFETENSORS: _binary(_BODY_EXAMPLE), OCTETS: _binary(_BODY_EXAMPLE)},
+        }
+    },
+    "responses": {
+        200: {
+            "description": _ANSWER_TEXT,
+            "headers": _ANSWER_HEADERS,
+            "content": {
+                SAFETENSORS: _binary(_ANSWER_EXAMPLE),
+                JSON: {"schema": _ref(Reprefill), "example": _EXAMPLE_REPREFILL},
+            },
+        },
+        **_problems((*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, *_TENSOR_CODES)),
+    },
+}
+PLAN: dict[str, Any] = {
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {JSON: {"schema": _ref(TranslateRequest), "example": EXAMPLE_REQUEST}},
+        }
+    },
+    "responses": _problems((*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, "layout_error")),
+}
+READ_ONE: dict[str, Any] = {"responses": _problems(("mapper_not_found",))}
+ADMIN: dict[str, Any] = {
+    "responses": _problems(("unauthorized", "admin_off", "mapper_not_found", "busy", "internal"))
+}
+
+
+def install(app: FastAPI) -> None:
+    """Complete the document with the schemas that only raw bodies refer to."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title, version=app.version, summary=app.summary, routes=app.routes
+            )
+            known = schema.setdefault("components", {}).setdefault("schemas", {})
+            for model in (TranslateRequest, Receipt, Reprefill, ProblemBody):
+                own = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                known |= own.pop("$defs", {})
+                known[model.__name__] = own
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

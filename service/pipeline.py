@@ -1,0 +1,194 @@
+"""The order of a request, from its first byte to its last; every step is a file of its own."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+from starlette.responses import Response
+
+from service import answers, gate
+from service.body import Body, ClientGone
+from service.call import Call, Judged
+from service.errors import Problem
+from service.schemas import Plan, TranslateRequest, read_request
+from service.settle import settle
+from service.state import Service
+from service.store import Entry
+from service.stream import Running, Stream
+from service.translation import Side, Translation, check_tensors
+from service.wire import LENGTH_BYTES, Header, header_length, parse_header
+from service.worker import Emission
+
+
+class Head(NamedTuple):
+    """The front of a body: the request document, the tensors that follow, and its own size."""
+
+    request: TranslateRequest
+    header: Header
+    nbytes: int
+
+
+async def translate(call: Call) -> Response:
+    """Answer ``POST /translate``.
+
+    Raises ``Problem`` or an error of the library for what is refused, ``ClientGone`` when there is
+    nobody to answer.
+    """
+    call.service.lifecycle.check_open()
+    async with AsyncExitStack() as held:
+        held.enter_context(call.service.worker.place())
+        head = await _read_head(call)
+        judged = _judge(call, head.request)
+        if judged.ruling.reason is not None:
+            return answers.reprefill(judged, judged.ruling.reason)
+        work = _reserve(judged, head, held)
+        await _ingest(call, work)
+        running = await _start(judged, head, work, held)
+        if work.refusal is not None:
+            return answers.reprefill(judged, work.refusal)
+        return _emit(judged, running, held.pop_all())
+
+
+def plan(service: Service, request: TranslateRequest) -> Plan:
+    """Answer ``POST /translate/plan``: the same first steps, without the cache."""
+    service.lifecycle.check_open()
+    entry = _identify_pair(service, request)
+    ruling = _cheap_gate(service, entry, request)
+    source, target = _sides(entry, request, ruling.tokens or request.tokens)
+    expected = ruling.expected_seconds
+    return Plan(
+        decision="translate" if ruling.reason is None else "reprefill",
+        reason=ruling.reason,
+        detail=ruling.detail,
+        mapper=entry.id,
+        digest=entry.digest or "",
+        tokens=ruling.tokens,
+        native_tail=ruling.native_tail,
+        kl_bound=ruling.kl_bound,
+        max_kl=ruling.max_kl,
+        alpha=service.settings.alpha,
+        delta=service.settings.delta,
+        rows=ruling.rows,
+        unproven=ruling.unproven,
+        expected_ms=None if expected is None else round(expected * 1000, 3),
+        bytes_in=source.nbytes,
+        bytes_out=target.nbytes if ruling.tokens else 0,
+    )
+
+
+async def _read_head(call: Call) -> Head:
+    limit = call.service.settings.max_header_bytes
+    length = header_length(await call.body.exactly(LENGTH_BYTES), limit=limit)
+    if call.declared_bytes is not None and LENGTH_BYTES + length > call.declared_bytes:
+        raise Problem("bad_safetensors", "the header is longer than the body")
+    header = parse_header(await call.body.exactly(length))
+    if header.metadata.keys() != {"kvt"}:
+        raise Problem("bad_metadata", "__metadata__ holds the request document as kvt, and no more")
+    return Head(read_request(header.metadata["kvt"]), header, LENGTH_BYTES + length)
+
+
+def _judge(call: Call, request: TranslateRequest) -> Judged:
+    entry = _identify_pair(call.service, request)
+    call.ledger.pair = entry.id
+    ruling = _cheap_gate(call.service, entry, request)
+    call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
+    return Judged(call, entry, request, ruling)
+
+
+def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
+    entry = service.store.find(request.source, request.target)
+    mapper = entry.loaded.mapper
+    limit = min(side.rope.max_position_embeddings for side in (mapper.source, mapper.target))
+    last = request.start_position + request.tokens
+    if last > limit:
+        raise Problem("too_many_tokens", f"the models have {limit} positions, the prompt {last}")
+    return entry
+
+
+def _cheap_gate(service: Service, entry: Entry, request: TranslateRequest) -> gate.Ruling:
+    with service.metrics.stage("gate"):
+        pending = service.worker.pending_seconds()
+        return gate.rule(entry, request, service.settings, pending_seconds=pending)
+
+
+def _sides(entry: Entry, request: TranslateRequest, tokens: int) -> tuple[Side, Side]:
+    mapper = entry.loaded.mapper
+    return (
+        Side.of(mapper.source, request.source, request, request.tokens),
+        Side.of(mapper.target, request.target, request, tokens),
+    )
+
+
+def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
+    """Check the tensors against the declared geometry, then take the memory that it needs."""
+    call, request, ruling = judged.call, judged.request, judged.ruling
+    source, target = _sides(judged.entry, request, ruling.tokens)
+    check_tensors(head.header, source)
+    expected, declared = head.nbytes + source.nbytes, call.declared_bytes
+    if declared is not None and declared != expected:
+        code = "truncated_body" if declared < expected else "bad_safetensors"
+        raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
+    held.enter_context(call.service.worker.memory(source.nbytes + target.nbytes))
+    try:
+        return Translation(
+            judged.entry.loaded, source, target, request.start_position, ruling.prefix
+        )
+    except MemoryError as error:
+        raise Problem("out_of_memory", "there is no memory for this request now") from error
+
+
+async def _ingest(call: Call, work: Translation) -> None:
+    with call.service.metrics.stage("ingest"):
+        await call.body.into(work.input)
+        await call.body.end()
+    call.service.metrics.bytes.labels("in").inc(len(work.input))
+
+
+async def _start(judged: Judged, head: Head, work: Translation, held: AsyncExitStack) -> Running:
+    """Queue the work; return when an answer may begin, or when the content gate has refused.
+
+    Unless the gate has proven that no value can overflow, an answer begins only when all of it has
+    been computed and seen: after the first byte there is no way to say re-prefill.
+    """
+    emission = Emission()
+    expected = judged.entry.timing.seconds(judged.ruling.tokens) or 0.0
+    device = judged.call.service.worker.running(
+        lambda: work.run(head.header.tensors, emission), emission, expected
+    )
+    started = time.perf_counter()
+    future = await held.enter_async_context(device)
+    gone = await held.enter_async_context(_watched(judged.call.body))
+    while not (future.done() or (work.proven_finite and emission.ready_bytes)):
+        if gone.done():
+            raise ClientGone
+        await emission.news(future, gone)
+    if future.done():
+        future.result()
+    return Running(work, emission, future, gone, started)
+
+
+@contextlib.asynccontextmanager
+async def _watched(body: Body) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that ends when the client goes away."""
+    watcher = asyncio.create_task(body.gone())
+    try:
+        yield watcher
+    finally:
+        watcher.cancel()
+
+
+def _emit(judged: Judged, running: Running, held: AsyncExitStack) -> Response:
+    settings = judged.call.service.settings
+    head, headers = answers.translated_head(judged, running.work.target)
+    return Stream(
+        head,
+        headers,
+        running=running,
+        held=held,
+        ended=lambda cut: settle(judged, running, cut),
+        grace_seconds=settings.body_grace_seconds,
+        bytes_per_second=settings.body_bytes_per_second,
+    )

@@ -1,0 +1,120 @@
+"""POST /translate and its plan, and the mappers; every function here is a thin edge."""
+
+import asyncio
+import hmac
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service import openapi, pipeline
+from service.answers import SAFETENSORS
+from service.body import Body, ClientGone
+from service.call import Call
+from service.errors import Problem
+from service.ledger import Ledger
+from service.openapi import JSON, OCTETS
+from service.schemas import MapperInfo, MapperList, Plan, read_request
+from service.state import Service, service_of
+from service.store import Entry
+
+MAX_DOCUMENT_BYTES = 64 * 1024
+
+router = APIRouter()
+TheService = Annotated[Service, Depends(service_of)]
+
+
+@router.post("/translate", **openapi.TRANSLATE)
+@router.post("/v1/translate", include_in_schema=False)
+async def translate(request: Request, service: TheService) -> Response:
+    """Translate a KV cache, or say that the caller had better compute the prompt itself.
+
+    Whoever treats everything but `200` with `KVT-Decision: translate` as "re-prefill" is right.
+    """
+    with Ledger(service.metrics, request.scope["kvt.facts"]) as ledger:
+        body, declared = _open(request, service, (SAFETENSORS, OCTETS))
+        call = Call(service, body, declared, request.scope["kvt.request_id"], ledger)
+        try:
+            return await pipeline.translate(call)
+        except ClientGone:
+            ledger.close("disconnected", "client_disconnect")
+            return Response(status_code=499)
+
+
+@router.post("/translate/plan", **openapi.PLAN)
+@router.post("/v1/translate/plan", include_in_schema=False)
+async def plan(request: Request, service: TheService) -> Plan:
+    """What would become of this request: the same document, without tensors."""
+    body, _ = _open(request, service, (JSON,))
+    raw = await body.rest(MAX_DOCUMENT_BYTES)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Problem("bad_document", "the request document is not UTF-8") from error
+    return pipeline.plan(service, read_request(text))
+
+
+@router.get("/mappers")
+async def list_mappers(service: TheService) -> MapperList:
+    """All mappers that this service knows."""
+    return MapperList(mappers=[entry.info() for entry in service.store.entries])
+
+
+@router.get("/mappers/{mapper_id}", **openapi.READ_ONE)
+async def get_mapper(mapper_id: str, service: TheService) -> MapperInfo:
+    """One mapper."""
+    return service.store.by_id(mapper_id).info()
+
+
+def _admin(request: Request, service: TheService) -> None:
+    token = service.settings.admin_token
+    if token is None:
+        raise Problem("admin_off", "no admin token is configured")
+    given = request.headers.get("authorization", "").encode()
+    expected = f"Bearer {token.get_secret_value()}".encode()
+    if not hmac.compare_digest(given, expected):
+        raise Problem("unauthorized", "send Authorization: Bearer and the admin token")
+
+
+@router.post("/mappers/{mapper_id}/load", dependencies=[Depends(_admin)], **openapi.ADMIN)
+async def load_mapper(mapper_id: str, service: TheService) -> MapperInfo:
+    """Load a mapper, or load it again from disk; on failure the old one keeps serving."""
+    entry = service.store.by_id(mapper_id)
+    await asyncio.to_thread(service.store.load, entry)
+    return _counted(service, entry)
+
+
+@router.post("/mappers/{mapper_id}/unload", dependencies=[Depends(_admin)], **openapi.ADMIN)
+async def unload_mapper(mapper_id: str, service: TheService) -> MapperInfo:
+    """Free a mapper's memory; requests that use it finish first."""
+    entry = service.store.by_id(mapper_id)
+    entry.unload()
+    return _counted(service, entry)
+
+
+def _counted(service: Service, entry: Entry) -> MapperInfo:
+    service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
+    return entry.info()
+
+
+def _open(request: Request, service: Service, accepted: tuple[str, ...]) -> tuple[Body, int | None]:
+    """Judge the request by its headers, before any byte of the body is asked for."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in accepted:
+        raise Problem("unsupported_media_type", f"accepted: {', '.join(accepted)}")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Problem("unsupported_encoding", "send the body as it is")
+    limit = service.settings.max_body_bytes
+    length = request.headers.get("content-length")
+    if length is not None and not length.isdecimal():
+        raise Problem("bad_request", "Content-Length is not a number")
+    declared = None if length is None else int(length)
+    if declared is not None and declared > limit:
+        raise Problem("body_too_large", f"at most {limit} bytes are read")
+    body = Body(
+        request.receive,
+        limit_bytes=limit,
+        grace_seconds=service.settings.body_grace_seconds,
+        bytes_per_second=service.settings.body_bytes_per_second,
+    )
+    return body, declared

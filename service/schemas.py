@@ -1,0 +1,278 @@
+"""The documents of the HTTP interface, as they are read and as they are answered."""
+
+import json
+from typing import Annotated, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+
+from mappers.identity import IdentityClaim
+from mappers.layouts import Layout
+from service.errors import Problem
+
+Decision = Literal["translate", "reprefill"]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+MAX_DOCUMENT_CHARS = 16 * 1024
+MAX_DEPTH = 16
+
+REASONS = (
+    "below_break_even",
+    "no_evidence",
+    "certified_kl_exceeds_threshold",
+    "length_not_certified",
+    "drift_budget_exhausted",
+    "breaker_open",
+    "would_miss_deadline",
+    "out_of_distribution",
+    "probe_kl_exceeds_threshold",
+    "non_finite",
+    "implausible_values",
+)
+
+
+class TranslateRequest(BaseModel):
+    """What the caller says of the KV cache that it sends and of the one that it wants.
+
+    ``tokens`` counts the rows sent; ``start_position`` is the absolute position of the first.
+    ``max_kl`` (nats a token) can only tighten the service's own threshold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    source: IdentityClaim
+    target: IdentityClaim
+    tokens: int = Field(ge=1, le=1 << 24, description="Rows of the cache that is sent.")
+    start_position: int = Field(0, ge=0, le=1 << 30, description="Absolute position of row 0.")
+    layout: Layout = Field(description="Layout of both caches; declared, never guessed.")
+    block_tokens: int | None = Field(None, ge=1, le=1 << 16, description="For paged layouts.")
+    max_kl: float | None = Field(None, gt=0, allow_inf_nan=False, description="Only tightens.")
+    max_native_tail: int | None = Field(
+        None, ge=0, description="Most tokens that the target is ready to read natively."
+    )
+    domain: Word | None = Field(None, description="Kind of text, as named in the evidence.")
+    hops: int = Field(0, ge=0, le=64, description="Translations that this cache has been through.")
+    reprefill_ms: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="What the caller pays without a translation."
+    )
+    prefix_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), max_length=1024, description="First token ids of the prompt."
+    )
+    heads: None = Field(None, description="Reserved: a range of kv heads.")
+    probe: None = Field(None, description="Reserved: the target's own KV of the first tokens.")
+    token_ids_sha256: str | None = Field(
+        None, pattern=r"^[0-9a-f]{64}$", description="Returned in the receipt."
+    )
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _layout(cls, value: object) -> object:
+        return next((layout for layout in Layout if layout == value), value)
+
+
+class Receipt(BaseModel):
+    """What an answer with tensors says of itself, under ``kvt`` in their metadata.
+
+    ``tokens`` rows are answered, from ``start_position``; the target reads the ``native_tail`` rows
+    after them itself. Certified: among such requests P(KL > ``kl_bound``) <= ``alpha`` with
+    confidence 1 - ``delta``, from ``rows`` measured documents. ``unproven`` marks an answer of a
+    service that was told to do without evidence. Equal requests have equal receipts: the id of the
+    request is in the headers only.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decision: Literal["translate"] = "translate"
+    mapper: str
+    digest: str
+    tokens: int
+    start_position: int
+    native_tail: int
+    prefix_tokens: int = Field(description="First rows that are the target's own, exactly.")
+    layout: Layout
+    block_tokens: int | None
+    dtype: str
+    kl_bound: float | None
+    max_kl: float
+    alpha: float
+    delta: float
+    rows: int
+    guarantee: str
+    unproven: bool
+    token_ids_sha256: str | None
+
+
+class Reprefill(BaseModel):
+    """The answer when no translation would be good or fast enough. It is not an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decision: Literal["reprefill"] = "reprefill"
+    reason: Literal[REASONS]  # type: ignore[valid-type]
+    detail: str
+    kl_bound: float | None
+    max_kl: float
+    mapper: str
+    digest: str
+    request_id: str
+
+
+class Plan(BaseModel):
+    """The decision so far, from the request document alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    decision: Decision
+    reason: str | None
+    detail: str | None
+    mapper: str
+    digest: str
+    tokens: int = Field(description="Rows that the answer would hold.")
+    native_tail: int
+    kl_bound: float | None
+    max_kl: float
+    alpha: float
+    delta: float
+    rows: int
+    unproven: bool
+    expected_ms: float | None = Field(description="Queue and translation, from past requests.")
+    bytes_in: int
+    bytes_out: int
+
+
+class ProblemBody(BaseModel):
+    """RFC 9457, with the words that let a caller act without reading the text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    decision: Literal["reprefill"] | None
+    retryable: bool
+    request_id: str
+
+
+class SideInfo(BaseModel):
+    """One side of a pair; the identity's fields that a request must or may repeat."""
+
+    model: str
+    version: str
+    rope_theta: float
+    rope_type: str
+    dtype: str
+    kv_dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class MapperInfo(BaseModel):
+    """A mapper that the service knows, and the state it is in."""
+
+    id: str
+    state: Literal["ready", "unloaded", "failed"]
+    digest: str | None
+    recipe: str | None
+    source: SideInfo | None
+    target: SideInfo | None
+    resident_bytes: int
+    evidence_rows: int
+    certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
+    error: str | None = Field(description="Why it could not be loaded.")
+
+
+class MapperList(BaseModel):
+    """All mappers, in the order in which they were configured."""
+
+    mappers: list[MapperInfo]
+
+
+class Info(BaseModel):
+    """What this process is and which limits it applies."""
+
+    name: str
+    version: str
+    device: str
+    torch: str
+    mappers: list[str]
+    max_kl: float
+    alpha: float
+    delta: float
+    queue_requests: int
+    max_body_bytes: int
+    max_header_bytes: int
+    max_inflight_bytes: int
+    layouts: list[str]
+    dtypes: list[str]
+    reasons: list[str]
+
+
+class Health(BaseModel):
+    """``ok`` or why not."""
+
+    status: Literal["ok", "starting", "draining", "no_mapper"]
+    mappers: dict[str, str] = Field(default_factory=dict)
+
+
+_REQUEST = TypeAdapter(TranslateRequest)
+
+
+def read_request(text: str) -> TranslateRequest:
+    """Parse and check a request document. Raises ``Problem`` 400 or 422; quotes nothing of it."""
+    if len(text) > MAX_DOCUMENT_CHARS:
+        raise Problem("bad_document", f"at most {MAX_DOCUMENT_CHARS} characters are read")
+    _check_depth(text)
+    try:
+        json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+    except ValueError as error:
+        raise Problem("bad_json", "the request document is not JSON") from error
+    try:
+        return _REQUEST.validate_json(text)
+    except ValidationError as error:
+        raise Problem("bad_document", _first_fault(error), errors=_faults(error)) from error
+
+
+def _check_depth(text: str) -> None:
+    # Brackets inside strings count as well: no field of a request has a use for many of them.
+    depth = deepest = 0
+    for char in text:
+        if char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    if deepest > MAX_DEPTH:
+        raise Problem("bad_json", f"a document is nested at most {MAX_DEPTH} deep")
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Problem("bad_document", "a name appears twice in one object")
+    return found
+
+
+def _no_constants(name: str) -> NoReturn:
+    raise Problem("bad_document", "NaN and Infinity are not JSON")
+
+
+_OWN_NAMES = frozenset(TranslateRequest.model_fields) | frozenset(IdentityClaim.model_fields)
+# The text of these may hold what was sent, or comes from our own validators.
+_OPAQUE_TYPES = ("value_error", "assertion_error")
+
+
+def _faults(error: ValidationError) -> list[dict[str, str]]:
+    """Where and what, with only names of our own: a surplus name is the caller's text."""
+    faults = []
+    for fault in error.errors(include_url=False, include_input=False, include_context=False)[:8]:
+        place = [str(p) for p in fault["loc"] if p in _OWN_NAMES or isinstance(p, int)]
+        what = "not valid" if fault["type"] in _OPAQUE_TYPES else fault["msg"]
+        faults.append({"field": ".".join(place) or "document", "fault": what})
+    return faults
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = _faults(error)[0]
+    return f"{first['field']}: {first['fault']}"

@@ -1,0 +1,78 @@
+"""All settings of the service: defaults, a YAML file, ``KVT_*`` in the environment, arguments."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """One frozen object; a bad value is an error that names its key.
+
+    The YAML file is the one given as ``config`` or named by ``KVT_CONFIG``. What is given as an
+    argument wins over the environment, and that over the file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="KVT_", frozen=True, extra="forbid")
+
+    config: Path | None = Field(None, description="YAML file with any of these settings.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8080, ge=0, le=65535, description="Port; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="Serve /metrics on this port only."
+    )
+    artifacts: tuple[Path, ...] = Field(
+        (), description="Mapper folders, or folders of them; the embedded ones when empty."
+    )
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
+    threads: int | None = Field(None, ge=1, description="Threads of one translation.")
+
+    max_kl: float = Field(0.05, gt=0, allow_inf_nan=False, description="Nats a token.")
+    alpha: float = Field(0.1, gt=0, lt=1, description="Share of answers that may exceed it.")
+    delta: float = Field(0.05, gt=0, lt=1, description="1 - confidence of that.")
+    default_domain: str | None = Field(
+        None, description="Domain of requests that name none; none: the worst of all decides."
+    )
+    allow_unproven: bool = Field(False, description="Serve mappers without evidence; marked.")
+
+    queue_requests: int = Field(16, ge=1, description="Most requests in flight.")
+    max_body_bytes: int = Field(16 * 1024 * MIB, ge=1, description="Largest body.")
+    max_header_bytes: int = Field(MIB, ge=2, le=MIB, description="Largest safetensors header.")
+    max_inflight_bytes: int = Field(
+        32 * 1024 * MIB, ge=1, description="Memory for all requests in flight."
+    )
+    header_seconds: float = Field(10, gt=0, description="Time for the request's head.")
+    body_grace_seconds: float = Field(10, gt=0, description="Waiting that is always granted.")
+    body_bytes_per_second: int = Field(MIB, ge=1, description="Least rate after that.")
+    drain_seconds: float = Field(30, ge=0, description="Most time for requests at shutdown.")
+    drain_notice_seconds: float = Field(
+        0, ge=0, description="Keep the port open this long, not ready, before closing it."
+    )
+    admin_token: SecretStr | None = Field(
+        None, min_length=16, description="Switches the admin routes on."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_json: bool = Field(True, description="JSON lines; otherwise for people.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, environment, YAML file."""
+        given = init_settings().get("config") or os.environ.get("KVT_CONFIG")
+        yaml = [YamlConfigSettingsSource(settings_cls, Path(given))] if given else []
+        return (init_settings, env_settings, *yaml)

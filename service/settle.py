@@ -1,0 +1,48 @@
+"""What is counted when an answer with tensors has ended."""
+
+import time
+
+import structlog
+
+from service.call import Judged
+from service.stream import Cut, Running
+
+log = structlog.get_logger("service.settle")
+
+
+def settle(judged: Judged, running: Running, cut: Cut | None) -> None:
+    """Count what became of an answer that had begun; ``cut`` None: all of it was sent."""
+    match cut:
+        case None:
+            _sent(judged, running)
+        case "client":
+            judged.call.service.metrics.aborted.labels(cut).inc()
+            judged.call.ledger.close("disconnected", "client_disconnect")
+        case "fault":
+            judged.call.service.metrics.aborted.labels(cut).inc()
+            judged.call.ledger.close("failed", running.work.refusal or "internal")
+            if running.future.done() and (error := running.future.exception()):
+                log.error("answer cut off", exc_info=error)
+
+
+def _sent(judged: Judged, running: Running) -> None:
+    metrics, pair, ruling = judged.call.service.metrics, judged.entry.id, judged.ruling
+    judged.entry.timing.add(ruling.tokens, sum(running.work.seconds.values()))
+    for stage, seconds in running.work.seconds.items():
+        metrics.stage_seconds.labels(stage).observe(seconds)
+    egress = time.perf_counter() - running.started_seconds
+    metrics.stage_seconds.labels("egress").observe(egress)
+    metrics.tokens.labels(pair).inc(ruling.tokens)
+    metrics.bytes.labels("out").inc(len(running.work.output))
+    metrics.prefill_saved.labels(pair).inc(max(0.0, _prefill_seconds(judged) - egress))
+    if ruling.kl_bound is not None:
+        metrics.kl_bound.labels(pair).observe(ruling.kl_bound)
+    judged.call.ledger.close("translate")
+
+
+def _prefill_seconds(judged: Judged) -> float:
+    """What the target would have paid for the rows that were answered."""
+    request = judged.request
+    if request.reprefill_ms is None:
+        return 0.0
+    return judged.ruling.tokens / request.tokens * request.reprefill_ms / 1000

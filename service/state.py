@@ -1,0 +1,41 @@
+"""What one application holds: settings, mappers, worker, metrics, and where it is in its life."""
+
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from service.errors import Problem
+from service.metrics import Metrics
+from service.settings import Settings
+from service.store import Store
+from service.worker import Worker
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """``starting`` until the configured mappers were tried; ``draining`` from SIGTERM on."""
+
+    starting: bool = True
+    draining: bool = False
+
+    def check_open(self) -> None:
+        """Raises ``Problem`` 503 for a request that comes too late."""
+        if self.draining:
+            raise Problem("draining", "the service is shutting down", retry_after_seconds=5)
+
+
+@dataclass(slots=True)
+class Service:
+    """Made by ``create_app``, found by routes through ``service_of``."""
+
+    settings: Settings
+    metrics: Metrics
+    store: Store
+    worker: Worker
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    service: Service = request.app.state.service
+    return service
