@@ -26,6 +26,11 @@ DEVELOP := $(VENV)/.develop
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-slow bench fit-demo clean
 
+DEMO := mappers/demo
+FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl \
+	--held-out in_domain=$(DEMO)/text/held_out.jsonl \
+	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts
+
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -48,6 +53,10 @@ test-slow: $(DEVELOP)  ## The tests that take minutes
 
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
+
+fit-demo: $(RUNTIME)  ## Fit both embedded mappers again, from the committed models and texts
+	$(BIN)/kvt fit --source $(DEMO)/small --target $(DEMO)/large $(FIT_DEMO) $(ARGS)
+	$(BIN)/kvt fit --source $(DEMO)/large --target $(DEMO)/small $(FIT_DEMO) $(ARGS)
 
 clean:  ## Remove .venv and every cache
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
