@@ -35,8 +35,8 @@ PIECES_PER_DOCUMENT = 8
 HERE = Path(__file__).parent
 console = Console()
 
-SMALL = Plan(name="small", layers=4, rope_theta=10_000.0, steps=2_400, peak_rate=0.02, seed=1)
-LARGE = Plan(name="large", layers=8, rope_theta=500_000.0, steps=3_000, peak_rate=0.01, seed=2)
+SMALL = Plan(name="small", layers=4, rope_theta=10_000.0, steps=1_800, peak_rate=0.02, seed=1)
+LARGE = Plan(name="large", layers=8, rope_theta=500_000.0, steps=2_800, peak_rate=0.01, seed=2)
 
 
 def main(
