@@ -1,6 +1,7 @@
 """A tiny pair with random weights and text to read: what the tests of the library share."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,15 @@ from mappers.models import LoadedModel
 
 DEMO = Path(demo_package).parent
 WORDS = "the cache holds keys and values of every token that a model has read so far".split()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a pool of threads costs more than it gives, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,55 @@
+"""KL, top-1 and NLL against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from mappers.metrics import compare, context_recovered, gap_recovered
+
+
+def test_measures_of_two_small_distributions() -> None:
+    native = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]]))
+    arm = torch.log(torch.tensor([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]])) + 3.0
+    got = compare(native, arm, torch.tensor([1, 0]))
+    first = 0.5 * math.log(2) - 0.25 * math.log(2)
+    assert got.kl == pytest.approx(first / 2, rel=1e-5)
+    assert got.kl_max == pytest.approx(first, rel=1e-5)
+    assert got.top1 == 0.5
+    assert got.nll == pytest.approx((math.log(2) - math.log(0.8)) / 2, rel=1e-5)
+
+
+def test_kl_is_that_of_native_to_arm_and_not_the_reverse() -> None:
+    torch.manual_seed(0)
+    native, arm = torch.randn(5, 40), torch.randn(5, 40)
+    p, q = (torch.distributions.Categorical(logits=x.double()) for x in (native, arm))
+    expected = torch.distributions.kl_divergence(p, q)
+    got = compare(native, arm, torch.zeros(5, dtype=torch.int64))
+    assert got.kl == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert got.kl_max == pytest.approx(expected.max().item(), rel=1e-5)
+    reverse = torch.distributions.kl_divergence(q, p).mean().item()
+    assert got.kl != pytest.approx(reverse, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_have_no_kl_at_all(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 1000, dtype=dtype) * 20
+    got = compare(logits, logits.clone(), torch.zeros(4, dtype=torch.int64))
+    assert (got.kl, got.kl_max, got.top1) == (0.0, 0.0, 1.0)
+
+
+def test_a_nan_stays_a_nan() -> None:
+    logits = torch.zeros(2, 3)
+    broken = logits.clone()
+    broken[1, 1] = float("nan")
+    got = compare(logits, broken, torch.zeros(2, dtype=torch.int64))
+    assert math.isnan(got.kl)
+    assert math.isnan(got.kl_max)
+
+
+def test_gap_and_context_recovered() -> None:
+    assert gap_recovered(3.0, 2.25, 2.0) == 0.75
+    assert gap_recovered(3.0, 3.5, 2.0) == -0.5
+    assert math.isnan(gap_recovered(2.0, 2.0, 2.0))
+    assert context_recovered(0.1, 0.4) == 0.75
+    assert math.isnan(context_recovered(0.1, 0.0))
