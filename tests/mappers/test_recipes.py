@@ -1,6 +1,7 @@
 """The catalogue: every recipe is held to the one contract, over every relation of head counts."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from mappers.recipes.solve import residual_squares, solve
 from tests.mappers.pairs import identity, linear_target, matched_heads, random_cache, stacked
 
 CPU = torch.device("cpu")
-TOKENS = 400
+TOKENS = 150  # more than the 96 inputs of the widest case
 SOURCES = (0, 2, 3)
 # Head counts equal, growing (source heads repeat) and shrinking (they pool); head dims too.
 GEOMETRIES = [
@@ -29,8 +30,13 @@ GEOMETRIES = [
     Geometry(4, 1, 4, 3, 3, 10),
 ]
 
+
+def heads_of(geometry: Geometry) -> str:
+    return f"{geometry.source_heads}-to-{geometry.target_heads}-heads"
+
+
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES, ids=heads_of)
 
 
 def source_cache(geometry: Geometry, *, seed: int = 0, tokens: int = TOKENS) -> KVCache:
@@ -53,9 +59,15 @@ def random_target(geometry: Geometry, *, seed: int = 1) -> KVCache:
 
 def moments_of(recipe: Recipe, geometry: Geometry, source: KVCache, target: KVCache) -> PairMoments:
     moments = PairMoments(geometry, recipe.structure)
-    for start in range(0, source.tokens, 150):
-        moments.add_window(source.slice(start, start + 150), target.slice(start, start + 150))
+    for start in range(0, source.tokens, 80):
+        moments.add_window(source.slice(start, start + 80), target.slice(start, start + 80))
     return moments
+
+
+@functools.cache
+def random_moments(recipe: Recipe, geometry: Geometry) -> PairMoments:
+    """Of ``source_cache`` and ``random_target``; shared, so only to be read."""
+    return moments_of(recipe, geometry, source_cache(geometry), random_target(geometry))
 
 
 def applied(
@@ -119,7 +131,7 @@ def test_the_fit_equals_least_squares_on_the_rows_themselves(
     recipe: Recipe, geometry: Geometry, ridge: float
 ) -> None:
     source, target = source_cache(geometry), random_target(geometry)
-    fitted = recipe.fit(moments_of(recipe, geometry, source, target), 1, SOURCES, ridge)
+    fitted = recipe.fit(random_moments(recipe, geometry), 1, SOURCES, ridge)
     dim = geometry.target_dim
     for affine, inputs, outputs in (
         (fitted.keys, source.keys, target.keys),
@@ -143,7 +155,7 @@ def test_a_sub_block_solve_equals_a_fit_that_saw_only_these_layers(
     recipe: Recipe, geometry: Geometry
 ) -> None:
     source, target = source_cache(geometry), random_target(geometry)
-    chosen = recipe.fit(moments_of(recipe, geometry, source, target), 2, SOURCES, 0.1)
+    chosen = recipe.fit(random_moments(recipe, geometry), 2, SOURCES, 0.1)
     only = KVCache(
         tuple(source.keys[j] for j in SOURCES),
         tuple(source.values[j] for j in SOURCES),
@@ -159,7 +171,7 @@ def test_a_sub_block_solve_equals_a_fit_that_saw_only_these_layers(
 @every_recipe
 @every_geometry
 def test_shapes_dtypes_and_costs_are_as_declared(recipe: Recipe, geometry: Geometry) -> None:
-    moments = moments_of(recipe, geometry, source_cache(geometry), random_target(geometry))
+    moments = random_moments(recipe, geometry)
     read = read_heads(recipe, geometry, 0)
     inputs = len(SOURCES) * (read.stop - read.start) * geometry.source_dim
     outputs = geometry.target_heads * geometry.target_dim
@@ -205,8 +217,8 @@ def test_fitting_and_applying_are_deterministic(recipe: Recipe, geometry: Geomet
 def test_applying_by_chunks_equals_applying_at_once(
     recipe: Recipe, geometry: Geometry, chunk: int
 ) -> None:
-    source, target = source_cache(geometry), random_target(geometry)
-    fitted = recipe.fit(moments_of(recipe, geometry, source, target), 0, SOURCES, 0.01)
+    source = source_cache(geometry)
+    fitted = recipe.fit(random_moments(recipe, geometry), 0, SOURCES, 0.01)
     contents = [source.values[j] for j in SOURCES]
     whole = applied(recipe, fitted.values, geometry, contents)
     chunked = applied(recipe, fitted.values, geometry, contents, chunk)
@@ -216,8 +228,8 @@ def test_applying_by_chunks_equals_applying_at_once(
 @every_recipe
 @every_geometry
 def test_applying_equals_a_loop_over_tokens_and_heads(recipe: Recipe, geometry: Geometry) -> None:
-    source, target = source_cache(geometry, tokens=TOKENS), random_target(geometry)
-    fitted = recipe.fit(moments_of(recipe, geometry, source, target), 0, SOURCES, 0.01)
+    source = source_cache(geometry)
+    fitted = recipe.fit(random_moments(recipe, geometry), 0, SOURCES, 0.01)
     contents = [source.keys[j][:5] for j in SOURCES]
     given = applied(recipe, fitted.keys, geometry, contents)
     weight, bias = fitted.keys.weight.double().numpy(), fitted.keys.bias.double().numpy()
@@ -263,7 +275,7 @@ def test_inputs_that_determine_nothing_are_an_error_without_a_ridge(recipe: Reci
 @pytest.mark.parametrize("ridge", [-0.01, float("nan"), float("inf")])
 def test_a_ridge_that_is_no_ridge_is_refused(recipe: Recipe, ridge: float) -> None:
     geometry = GEOMETRIES[0]
-    moments = moments_of(recipe, geometry, source_cache(geometry), random_target(geometry))
+    moments = random_moments(recipe, geometry)
     with pytest.raises(ValueError, match="ridge must be"):
         recipe.fit(moments, 0, SOURCES, ridge)
 
@@ -276,7 +288,7 @@ def test_layers_that_are_not_there_are_refused(
     recipe: Recipe, layer: int, sources: tuple[int, ...]
 ) -> None:
     geometry = GEOMETRIES[0]
-    moments = moments_of(recipe, geometry, source_cache(geometry), random_target(geometry))
+    moments = random_moments(recipe, geometry)
     with pytest.raises(LayoutError, match="target layer"):
         recipe.fit(moments, layer, sources, ridge=0.01)
 
@@ -293,7 +305,7 @@ def test_the_ridge_has_no_unit_and_does_not_depend_on_the_number_of_rows(recipe:
     """Rows repeated ten times, or inputs a thousand times larger: the same predictions."""
     geometry = GEOMETRIES[0]
     source, target = source_cache(geometry), random_target(geometry)
-    once = recipe.fit(moments_of(recipe, geometry, source, target), 0, SOURCES, 0.5)
+    once = recipe.fit(random_moments(recipe, geometry), 0, SOURCES, 0.5)
     repeated = PairMoments(geometry, recipe.structure)
     for _ in range(10):
         repeated.add_window(source, target)
