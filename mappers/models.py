@@ -8,12 +8,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from mappers.attention import attention_kinds, decoder_config
 from mappers.cache import DTYPES
 from mappers.errors import UnsupportedModel
 from mappers.identity import ModelIdentity, tokenizer_digest, weights_digest
@@ -60,6 +62,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
     """
     origin: dict[str, Any] = {"revision": spec.revision, "gguf_file": spec.gguf_file}
     origin = {key: value for key, value in origin.items() if value is not None}
+    attention_kinds(decoder_config(AutoConfig.from_pretrained(spec.path, **origin)))
     tokenizer = AutoTokenizer.from_pretrained(spec.path, **origin)
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], **origin)
     if spec.drop_layers:
