@@ -51,9 +51,7 @@ def demo(
     console = Console()
     if write_request is not None:
         write(folder, write_request, tokens)
-        console.print(f"Send it to a running service (make serve):
-
-{_curl(write_request)}")
+        console.print(f"Send it to a running service (make serve):\n\n{_curl(write_request)}")
         return
     good = run(console, folder, tokens=tokens, prompts=prompts)
     command = Path(sys.argv[0])
