@@ -83,7 +83,8 @@ def publish_folder(root: Path, name: str, files: Mapping[str, Parts]) -> Path:
     """Write ``files`` and their ``SHA256SUMS`` as ``<root>/<name>``, replacing an older one.
 
     A file is given as its parts, in order. Whatever fails or crashes, readers see the old folder or
-    the new one. Raises ``ArtifactError`` when the disk refuses; the old folder is then in place.
+    the new one, whole. Raises ``ArtifactError`` when the disk refuses; the old folder is then in
+    place, or the new one if the disk failed only after it was.
     """
     if NAME.fullmatch(name) is None:
         raise ArtifactError("the name of an artifact must be one plain path component")
