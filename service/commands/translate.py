@@ -73,6 +73,7 @@ class Exchange:
         self._source, self._out = source, out
         self._left = os.fstat(source.fileno()).st_size
         self._document = bytearray()
+        self._written_bytes = 0
         self.status, self.headers = 0, dict[str, str]()
         self.complete = False
 
@@ -112,7 +113,7 @@ class Exchange:
             return
         body = message.get("body", b"")
         if self._translated:
-            self._out.write(body)
+            self._written_bytes += self._out.write(body)
         else:
             self._document += body
         self.complete = not message.get("more_body", False)
@@ -126,7 +127,7 @@ class Exchange:
         if not self._translated:
             raise self._failure()
         size = int(self.headers["content-length"])
-        if not self.complete or self._out.tell() != size:
+        if not self.complete or self._written_bytes != size:
             raise Failure(Code.DATA, "the translation broke off")
         bound = self.headers.get("kvt-kl-bound", "none, unproven")
         return (
