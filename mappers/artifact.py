@@ -13,6 +13,7 @@ SHA256SUMS           digests of all of these; its own digest is the artifact's
 from the manifest and the recipe before any weight is read; whatever differs is refused.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -97,7 +98,7 @@ def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None)
         **{name: [memoryview(part) for part in parts] for name, parts in kept.items()},
         **_findings(evidence, report_html),
     }
-    return publish_folder(path.parent, manifest.mapper_id, files)
+    return publish_folder(Path(os.path.abspath(path)).parent, manifest.mapper_id, files)
 
 
 def load(path: Path) -> Artifact:
@@ -194,7 +195,7 @@ def _read_manifest(folder: OpenFolder, path: Path) -> Manifest:
         manifest = Manifest.model_validate_json(raw)
     except (strict_json.BadJSON, ValidationError, KVTranslatorError) as error:
         raise ArtifactError(f"{MANIFEST}: {_why(error)}") from error
-    if manifest.mapper_id != path.absolute().name:
+    if manifest.mapper_id != Path(os.path.abspath(path)).name:
         raise ArtifactError(f"the folder is not named as its mapper, {manifest.mapper_id}")
     return manifest
 

@@ -68,8 +68,10 @@ def open_folder(path: Path) -> Iterator[OpenFolder]:
     Raises ``ArtifactError`` when it is missing, when something in it is not a plain file, or when
     its files are not exactly those that ``SHA256SUMS`` lists.
     """
+    # Of "." and "..", too, the name is needed.
+    absolute = Path(os.path.abspath(path))
     with contextlib.ExitStack() as stack:
-        files = _open_settled(path, stack)
+        files = _open_settled(absolute, stack)
         if SUMS not in files:
             raise ArtifactError(f"the artifact has no {SUMS}")
         raw = _read_all(files[SUMS], SUMS, _SUMS_BYTES_AT_MOST)
@@ -138,6 +140,8 @@ def _gone(name: str) -> str:
 
 def _open_settled(path: Path, stack: contextlib.ExitStack) -> dict[str, int]:
     """Descriptors by name of a folder that nobody was replacing while they were opened."""
+    if not path.name:
+        raise ArtifactError("the root of a file system is no artifact")
     for _ in range(_ATTEMPTS):
         for candidate in (path, path.with_name(_previous(path.name))):
             with contextlib.ExitStack() as attempt:
