@@ -64,7 +64,13 @@ def _facts(artifact: "Artifact") -> Table:
     manifest = artifact.manifest
     counts = sorted({len(sources) for sources in manifest.sources})
     read = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    table = Table(title=manifest.mapper_id, show_header=False, title_justify="left", box=box.SIMPLE)
+    table = Table(
+        title=manifest.mapper_id,
+        show_header=False,
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     rows = {
         "digest": artifact.digest,
         "made": f"{manifest.created_at:%Y-%m-%d %H:%M} UTC, bundle {manifest.bundle_version}",
@@ -75,6 +81,8 @@ def _facts(artifact: "Artifact") -> Table:
         f"{manifest.prefix_bytes / 1e6:.2f} MB for {len(artifact.mapper.prefixes)} exact prefixes",
         "work": f"{manifest.flops_per_token / 1e6:.2f} MFLOP a token",
     }
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -88,7 +96,7 @@ def _calibration(manifest: "Manifest") -> str:
 
 
 def _identities(manifest: "Manifest") -> Table:
-    table = Table(title="Pair", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Pair", title_justify="left", box=box.SIMPLE, pad_edge=False)
     for column in ("", "source", "target"):
         table.add_column(column, overflow="fold")
     source, target = (side.model_dump(mode="json") for side in (manifest.source, manifest.target))
@@ -116,7 +124,12 @@ def _measured(evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, r
     from mappers.evidence import Arm, kl_bound
     from mappers.summary import recovered
 
-    table = Table(title=f"KL, {domain}, first tokens known", title_justify="left", box=box.SIMPLE)
+    table = Table(
+        title=f"KL, {domain}, first tokens known",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for key, cell in cells.items():
@@ -148,7 +161,7 @@ _COLUMNS = (
     "KL",
     "bound",
     "alone",
-    "nothing",
+    "none",
     "top-1",
     "gap",
     "context",
@@ -167,6 +180,7 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: Rule) -> Table:
         f"{1 - rule.delta:.0%} sure",
         title_justify="left",
         box=box.SIMPLE,
+        pad_edge=False,
     )
     lengths = sorted({row.length for row in evidence.rows})
     for domain in domains:
