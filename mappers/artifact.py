@@ -28,6 +28,7 @@ from mappers.errors import ArtifactError, KVTranslatorError
 from mappers.evidence import Evidence
 from mappers.folder import OpenFolder, Parts, find, open_folder, publish_folder
 from mappers.geometry import Geometry
+from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
 from mappers.mapper import AffineMap, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
@@ -202,10 +203,12 @@ def _read_manifest(folder: OpenFolder, path: Path) -> Manifest:
 
 def _why(error: Exception) -> str:
     """What is wrong, without the value that is."""
+    if isinstance(error, TypeError):
+        return "not of the form of the format"
     if not isinstance(error, ValidationError):
         return str(error)
     fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+    return f"{shown('.'.join(str(part) for part in fault['loc']))}: {fault['msg']}"
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
@@ -279,5 +282,6 @@ def _evidence(raw: bytearray | None) -> Evidence | None:
         return None
     try:
         return Evidence.model_validate_json(bytes(raw))
-    except ValidationError as error:
+    except (ValidationError, TypeError) as error:
+        # TypeError: a table whose columns are no names.
         raise ArtifactError(f"{EVIDENCE}: {_why(error)}") from error

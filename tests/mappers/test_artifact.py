@@ -310,6 +310,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest: NaN": (replaced('"ridge": 0.01', '"ridge": NaN'), "NaN and infinity"),
     "manifest: a key twice": (replaced("{", '{"ridge": 1.0,'), "twice"),
     "manifest: surplus field": (edited(lambda d: d.update(colour="red")), "colour"),
+    "manifest: surplus field that is not printable": (
+        edited(lambda d: d.update({"\x1b[31m" + "x" * 99: 1})),
+        r"\?\[31mx{59}: Extra inputs",
+    ),
     "manifest: missing field": (edited(lambda d: d.pop("sources")), "sources"),
     "manifest: later schema": (edited(lambda d: d.update(schema_version=2)), "schema_version"),
     "manifest: text for a number": (edited(lambda d: d.update(ridge="0.01")), "ridge"),
@@ -430,6 +434,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "evidence: not evidence": (
         lambda p: (p / "evidence.json").write_text('{"rows": []}'),
+        "evidence.json: ",
+    ),
+    "evidence: columns without names": (
+        lambda p: (p / "evidence.json").write_text(
+            '{"continuation_tokens": 1, "corpora": {}, "rows": {"columns": [[1]], "values": [[1]]}}'
+        ),
         "evidence.json: ",
     ),
     "evidence: not JSON": (
