@@ -15,7 +15,7 @@ from mappers.evaluate import evaluate, evaluation_texts
 from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.first_tokens import exact_prefixes
 from mappers.mapper import AffineMap, LayerMap, Mapper
-from mappers.metrics import compare
+from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.translate import Translator
 
@@ -116,7 +116,7 @@ def test_the_wrong_document_is_the_one_before(target: LoadedModel, corpus: Corpu
     for number, (own, wrong) in enumerate([(0, 1), (1, 0), (2, 1)]):
         reading, other = readings[own], readings[wrong]
         logits = read_tail(target, [other.prefix_known], reading.ids, length=96, tail=32)[0]
-        expected = compare(reading.native_logits[0], logits, reading.next_ids(96))
+        expected = Reference(reading.native_logits[0], reading.next_ids(96)).compare(logits)
         assert got[number] == pytest.approx(expected.kl, rel=1e-3)
 
 
