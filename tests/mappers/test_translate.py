@@ -1,6 +1,7 @@
 """The Translator against a dense route: token by token, head by head, in float64."""
 
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -267,14 +268,16 @@ def test_each_source_layer_that_is_read_is_stripped_once(monkeypatch: pytest.Mon
 
 def test_content_is_dropped_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     held: set[int] = set()
-    peak = 0
+    peak, memory = 0, set()
     read, drop = SourceContent.read, SourceContent.drop
 
     def reading(content: SourceContent, layer: int) -> Layer:
         nonlocal peak
         held.add(layer)
         peak = max(peak, len(held))
-        return read(content, layer)
+        keys, values = read(content, layer)
+        memory.add(keys.data_ptr())
+        return keys, values
 
     def dropping(content: SourceContent, layer: int) -> None:
         held.remove(layer)
@@ -286,7 +289,7 @@ def test_content_is_dropped_after_its_last_reader(monkeypatch: pytest.MonkeyPatc
     mapper = build_mapper("head_local", Geometry(10, 2, 6, 9, 2, 6), sources=band)
     source = source_of(mapper)
     given = Translator(mapper).translate(source, dtype=torch.float32)
-    assert (peak, held) == (2, set())
+    assert (peak, held, len(memory)) == (2, set(), 2)
     assert_equals_dense(given, mapper, source, TOLERANCE[torch.float32])
 
 
@@ -311,6 +314,22 @@ def test_source_layers_are_pulled_only_as_far_as_the_next_target_layer_needs() -
     keys, values = zip(*layers, strict=True)
     whole = translator.translate(source, dtype=torch.float32)
     assert same_bits(KVCache(keys, values, source.positions), whole)
+
+
+def test_source_layers_that_none_reads_are_let_go_at_once() -> None:
+    mapper = build_mapper("full_head", GEOMETRIES[0])  # layer 2 is read by none, 0 late
+    source = source_of(mapper)
+    waiting = [(k.clone(), v.clone()) for k, v in zip(source.keys, source.values, strict=True)]
+    alive = [weakref.ref(values.untyped_storage()) for _, values in waiting]
+
+    def arriving() -> Iterator[Layer]:
+        while waiting:
+            yield waiting.pop(0)
+
+    stream = Translator(mapper).stream(arriving(), source.positions, dtype=torch.float32)
+    next(stream)
+    next(stream)
+    assert [ref() is not None for ref in alive] == [True, False, False, True, False]
 
 
 def test_a_source_that_ends_early_is_an_error() -> None:
