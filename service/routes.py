@@ -66,7 +66,7 @@ async def get_mapper(mapper_id: str, service: TheService) -> MapperInfo:
     return service.store.by_id(mapper_id).info()
 
 
-def _admin(request: Request, service: TheService) -> None:
+async def _admin(request: Request, service: TheService) -> None:
     token = service.settings.admin_token
     if token is None:
         raise Problem("admin_off", "no admin token is configured")

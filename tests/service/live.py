@@ -18,9 +18,23 @@ from tests.service.pair import Request, good
 SAFETENSORS = {"Content-Type": "application/vnd.safetensors"}
 ADMIN_TOKEN = "a-token-for-tests-only"
 PROGRAM = """
-import socket, sys
+import socket, sys, time
+import torch
+from mappers.translate import Translator
 from service.server import run
 from service.settings import Settings
+
+real, seconds = Translator.layers, float(sys.argv[2])
+
+def slow(self, *args, **names):
+    for layer in real(self, *args, **names):
+        end, busy = time.monotonic() + seconds, torch.rand(128, 128)
+        while time.monotonic() < end:
+            busy @ busy
+        yield layer
+
+if seconds:
+    Translator.layers = slow
 listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 print("port", listener.getsockname()[1], flush=True)
 run(Settings.model_validate_json(sys.argv[1]), listener)
@@ -31,13 +45,16 @@ OUTCOME = re.compile(r'kvt_translations_total\{outcome="(.*?)",pair="(.*?)",reas
 
 
 class Live:
-    """One process; ``settings`` are JSON text for ``Settings``."""
+    """One process; ``settings`` are JSON text for ``Settings``.
 
-    def __init__(self, settings: str, log: Path) -> None:
+    Each target layer computes for ``layer_seconds`` longer than it has to.
+    """
+
+    def __init__(self, settings: str, log: Path, *, layer_seconds: float = 0) -> None:
         self.log = log
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, settings],
+                [sys.executable, "-c", PROGRAM, settings, str(layer_seconds)],
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 cwd=Path(__file__).parents[2],
@@ -89,7 +106,7 @@ class Live:
         return float(found[1])
 
     def at_rest(self) -> dict[tuple[str, str], float]:
-        """Wait until nothing is in flight; how often each (outcome, reason) was answered by then."""
+        """Wait until nothing is in flight; how often each (outcome, reason) was answered."""
         texts = [""]
 
         def idle() -> bool:
