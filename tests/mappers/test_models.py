@@ -71,6 +71,13 @@ def test_drop_layers_trims_the_layer_types() -> None:
     assert model.config.num_hidden_layers == len(model.config.layer_types) == 2
 
 
+def test_a_model_that_is_not_there_is_an_error_without_its_path(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(ModelSpec(path=str(tmp_path / "nothing")))
+    assert caught.value.reason == "model_not_found"
+    assert "nothing" not in str(caught.value)
+
+
 def test_sliding_window_models_are_refused_with_a_reason(
     tmp_path: Path, target: LoadedModel
 ) -> None:
