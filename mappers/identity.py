@@ -214,7 +214,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _compare(side: Side, field: str, expected: object, given: object) -> None:
-    if _plain(expected) != _plain(given):
+    if expected != given:
         raise IdentityMismatch(side, field, shown(expected), shown(given))
 
 
@@ -247,11 +247,6 @@ def _compare_storage(identity: ModelIdentity, claim: IdentityClaim, side: Side) 
     # A 16 or 32 bit cache is converted without loss that matters; an 8 bit one is other numbers.
     if is_float8(stated) or is_float8(identity.kv_dtype):
         _compare(side, "kv_dtype", identity.kv_dtype, stated)
-
-
-def _plain(value: object) -> object:
-    """A form in which booleans do not equal the numbers 0 and 1."""
-    return ("bool", value) if isinstance(value, bool) else value
 
 
 def shown(value: object) -> str:

@@ -262,6 +262,26 @@ def test_readers_see_old_or_new_while_it_is_replaced(tmp_path: Path) -> None:
     assert all(whole in (joined(OLD), joined(NEW)) for whole in found)
 
 
+def test_a_folder_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = publish_folder(tmp_path, NAME, OLD)
+    real = os.listdir
+    listed: list[list[str]] = []
+
+    def replaced_meanwhile(folder: int) -> list[str]:
+        if not listed:
+            listed.append([])
+            publish_folder(tmp_path, NAME, NEW)
+        listed.append(real(folder))
+        return listed[-1]
+
+    monkeypatch.setattr(os, "listdir", replaced_meanwhile)
+    assert contents(path) == joined(NEW)
+    # What it had open first was by then an empty folder without a name.
+    assert listed[1] == []
+
+
 @pytest.mark.usefixtures("quick_disk")
 def test_publishers_take_turns(tmp_path: Path) -> None:
     failures: list[BaseException] = []
