@@ -93,7 +93,7 @@ class Result:
     def good(self) -> bool:
         """Every prompt was translated, and better so than by reading only its end."""
         bare = [self.mean("bare"), self.mean("bare_same_tail")]
-        return not self.refused and all(not self.mean("translated") >= kl for kl in bare)
+        return not self.refused and all(self.mean("translated") < kl for kl in bare)
 
 
 def measure(client: Client, url: str, direction: Direction, prompts: Sequence[Tensor]) -> Result:

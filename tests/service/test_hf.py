@@ -42,7 +42,8 @@ def model(identity: ModelIdentity, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=0,
     )
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config).eval()
+    made: Qwen3ForCausalLM = Qwen3ForCausalLM(config).train(False)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def client(live: Live) -> Iterator[Client]:
 
 def written(target: Qwen3ForCausalLM, ids: torch.Tensor, **cache: Any) -> list[int]:
     """Greedy continuation."""
-    out = target.generate(  # type: ignore[operator]
+    out = target.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW_TOKENS,
@@ -106,7 +107,6 @@ def native_answer(target: Qwen3ForCausalLM, ids: torch.Tensor, tail: int) -> Tra
         guarantee="exact",
         unproven=False,
         token_ids_sha256=None,
-        request_id="none",
     )
     return Translated(from_hf(read_by(target, ids[:, :tokens])), receipt)
 
