@@ -293,7 +293,7 @@ HOSTILE = st.text(min_size=1, max_size=256)
 
 
 @given(model=HOSTILE, version=HOSTILE, adapter=HOSTILE, name=HOSTILE)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_a_caller_says_is_shown_printable_and_short(
     model: str, version: str, adapter: str, name: str
 ) -> None:
@@ -318,7 +318,7 @@ def test_what_a_caller_says_is_shown_printable_and_short(
     ),
     rope_type=st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3", "longrope"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_rope_claim_ends_in_a_match_or_a_mismatch(
     parameters: dict[str, Any], rope_type: str
 ) -> None:
