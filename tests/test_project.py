@@ -83,12 +83,20 @@ def unsafe_calls(tree: ast.Module) -> Iterator[int]:
 
 
 def broad_excepts(tree: ast.Module) -> Iterator[int]:
-    """`except:`, `except Exception` and `except BaseException`, alone or in a tuple."""
+    """`except:`, `except Exception` and `except BaseException`, alone or in a tuple.
+
+    One that ends by raising again is a clean-up, and swallows nothing.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler):
+        if isinstance(node, ast.ExceptHandler) and not _raises_again(node):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(c is None or dotted(c) in {"Exception", "BaseException"} for c in caught):
                 yield node.lineno
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
 
 
 def asserts(tree: ast.Module) -> Iterator[int]:
@@ -195,6 +203,11 @@ def test_the_rule_sees_what_breaks_it(rule: Rule, snippet: str) -> None:
 
 def test_every_rule_has_a_snippet() -> None:
     assert {rule for rule, _ in RULES} == {rule for rule, _ in BROKEN}
+
+
+def test_a_handler_that_raises_again_is_allowed() -> None:
+    tree = ast.parse("try: f()\nexcept BaseException:\n    g()\n    raise")
+    assert list(broad_excepts(tree)) == []
 
 
 def test_an_environment_read_inside_a_function_is_allowed() -> None:
