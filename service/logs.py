@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 from pathlib import PurePath
-from types import TracebackType
+from typing import Any
 
 import structlog
 from structlog.typing import EventDict, Processor
@@ -55,12 +55,11 @@ def _short_exception(_logger: object, _method: str, event: EventDict) -> EventDi
     error = given[1] if isinstance(given, tuple) else given
     if not isinstance(error, BaseException):
         error = sys.exc_info()[1]
-    if error is not None:
-        event["error"] = type(error).__name__
-        event["at"] = _place(error.__traceback__)
-    return event
+    return event if error is None else event | described(error)
 
 
-def _place(trace: TracebackType | None) -> list[str]:
-    frames = traceback.extract_tb(trace)[-6:]
-    return [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+def described(error: BaseException) -> dict[str, Any]:
+    """The type of an error and its innermost frames, as fields of a log line."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    places = [f"{PurePath(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"error": type(error).__name__, "at": places}

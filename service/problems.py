@@ -43,7 +43,7 @@ def render(problem: Problem, request_id: str) -> Response:
     )
 
 
-def as_problem(error: Exception) -> Problem:
+def as_problem(error: BaseException) -> Problem:
     """Any error as a refusal; what is not known to be the caller's is a fault of ours."""
     match error:
         case Problem():

@@ -5,6 +5,8 @@ import time
 import structlog
 
 from service.call import Judged
+from service.logs import described
+from service.problems import as_problem
 from service.stream import Cut, Running
 
 log = structlog.get_logger("service.settle")
@@ -20,9 +22,16 @@ def settle(judged: Judged, running: Running, cut: Cut | None) -> None:
             judged.call.ledger.close("disconnected", "client_disconnect")
         case "fault":
             judged.call.service.metrics.aborted.labels(cut).inc()
-            judged.call.ledger.close("failed", running.work.refusal or "internal")
-            if running.future.done() and (error := running.future.exception()):
-                log.error("answer cut off", exc_info=error)
+            judged.call.ledger.close("failed", _fault(running))
+
+
+def _fault(running: Running) -> str:
+    error = running.future.exception() if running.future.done() else None
+    if error is None:
+        return running.work.refusal or "internal"
+    # Never exc_info: without our configuration structlog would print local variables.
+    log.error("answer cut off", **described(error))
+    return as_problem(error).code
 
 
 def _sent(judged: Judged, running: Running) -> None:
