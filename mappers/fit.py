@@ -72,7 +72,7 @@ def fit_pair(
         )
         folder = artifact.add_evidence(folder, evidence, render(loaded.manifest, evidence))
     if plan.work is None:
-        shutil.rmtree(_work(plan), ignore_errors=True)
+        shutil.rmtree(_checkpoints(plan, source, target).folder)
     return folder
 
 
@@ -126,9 +126,6 @@ def _moments(
 ) -> PairMoments:
     structure = RECIPES[plan.recipe].structure
     empty = PairMoments(Geometry.of(source.identity, target.identity), structure)
-    sides = (side.identity.model_dump(mode="json") for side in (source, target))
-    decisive = [*sides, structure, plan.stride, plan.skip_positions]
-    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     return collect(
         source,
         target,
@@ -136,9 +133,19 @@ def _moments(
         empty,
         stride=plan.stride,
         skip_positions=plan.skip_positions,
-        checkpoints=Checkpoints(_work(plan), digest),
+        checkpoints=_checkpoints(plan, source, target),
         progress=progress,
     )
+
+
+def _checkpoints(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Checkpoints:
+    """A folder for each head structure, whose sums are of another shape."""
+    structure = RECIPES[plan.recipe].structure
+    sides = (side.identity.model_dump(mode="json") for side in (source, target))
+    decisive = [*sides, structure, plan.stride, plan.skip_positions]
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+    own = plan.root / f".fit-{digest[:12]}"
+    return Checkpoints(plan.work / structure if plan.work else own, digest)
 
 
 def manifest_facts(
@@ -160,7 +167,3 @@ def manifest_facts(
 
 def _matrix(r2: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(float(f"{cell:.6g}") for cell in row) for row in r2.tolist())
-
-
-def _work(plan: FitPlan) -> Path:
-    return plan.work or plan.root / ".fit"

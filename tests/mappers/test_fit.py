@@ -110,12 +110,12 @@ def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(
     asked = plan(texts, tmp_path / "b")
     with pytest.raises(KeyboardInterrupt):
         fit_pair(asked, source, target, progress=False)
-    assert (tmp_path / "b" / ".fit").is_dir()
+    assert list((tmp_path / "b").glob(".fit-*"))
     resumed = fit_pair(asked, source, target, progress=False)
     assert len(calls) == 8 + 12 - 6
     for name in ("weights.safetensors", "prefixes.safetensors"):
         assert (resumed / name).read_bytes() == (whole / name).read_bytes()
-    assert not (tmp_path / "b" / ".fit").exists()
+    assert not list((tmp_path / "b").glob(".fit-*"))
 
 
 def _every_third(cls: type) -> Any:
@@ -142,6 +142,9 @@ def test_another_k_and_ridge_need_no_second_pass_over_the_text(
     again = fit_pair(asked, source, target, progress=False)
     name = "weights.safetensors"
     assert (again / name).read_bytes() == (fresh / name).read_bytes()
+    other = asked.model_copy(update={"recipe": "head_local"})
+    with pytest.raises(AssertionError, match="a model was run"):
+        fit_pair(other, source, target, progress=False)
     stricter = asked.model_copy(update={"stride": 2})
     with pytest.raises(CorpusError, match="another plan"):
         fit_pair(stricter, source, target, progress=False)
