@@ -163,7 +163,7 @@ def decide(
     alpha: float,
     delta: float,
 ) -> Verdict:
-    """Whether a prompt of ``tokens`` tokens may be translated, and with which native tail.
+    """Whether a prompt of ``tokens`` tokens, tail included, may be translated, and with which tail.
 
     ``domain`` None asks for every measured domain at once, so the worst decides; ``hops`` is the
     number of translations before this one. Between two measured lengths both must pass. Tails are

@@ -12,7 +12,7 @@ in the fit; here the first four are left out. Runs for about a quarter of an hou
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -180,20 +180,23 @@ def collect_both(
     return sums
 
 
-def rows_of(found: dict[str, Evidence], domains: list[str]) -> Iterator[tuple[str, list[float]]]:
-    """Mean KLs, column by column and within it domain by domain; the bare tails last."""
+def rows_of(
+    found: dict[str, Evidence], domains: list[str]
+) -> Iterator[tuple[str, list[list[float | None]]]]:
+    """Mean KLs by column and, within it, by domain; what the tails do alone comes last."""
     for name, evidence in found.items():
-        yield name, [kl_of(evidence, domain, column) for column in COLUMNS for domain in domains]
+        yield name, [[kl_of(evidence, domain, c) for domain in domains] for c in COLUMNS]
     evidence = next(iter(found.values()))
-    bare = {1: Arm.NO_CONTEXT, 32: Arm.LAST_TOKENS, 128: Arm.LAST_TOKENS}
-    columns = [c._replace(arm=bare[c.tail], known=False) for c in COLUMNS]
-    yield "nothing translated", [kl_of(evidence, d, c) for c in columns for d in domains]
+    bare = [c._replace(arm=Arm.LAST_TOKENS, known=False) for c in COLUMNS]
+    bare[0] = bare[0]._replace(arm=Arm.NO_CONTEXT, tail=0)
+    yield "nothing translated", [[kl_of(evidence, domain, c) for domain in domains] for c in bare]
 
 
-def kl_of(evidence: Evidence, domain: str, column: Column) -> float:
-    tail = 0 if column.arm is Arm.NO_CONTEXT else column.tail
-    key = Setting(domain, PROMPT_TOKENS, column.arm, tail, column.known)
-    return summarise(evidence)[key].kl
+def kl_of(evidence: Evidence, domain: str, column: Column) -> float | None:
+    """None where the arm does not exist: a first token alone is no arm."""
+    key = Setting(domain, PROMPT_TOKENS, column.arm, column.tail, column.known)
+    cell = summarise(evidence).get(key)
+    return None if cell is None else cell.kl
 
 
 def print_table(found: dict[str, Evidence], domains: list[str]) -> None:
@@ -201,28 +204,22 @@ def print_table(found: dict[str, Evidence], domains: list[str]) -> None:
     table.add_column("recipe")
     for column in COLUMNS:
         table.add_column(column.title, justify="right")
-    for name, kls in rows_of(found, domains):
-        cells = []
-        for index, reference in enumerate(REFERENCE[name]):
-            ours = " / ".join(f"{kl:.3f}" for kl in kls[2 * index : 2 * index + 2])
-            then = " / ".join(f"{kl:.3f}" for kl in reference if kl is not None)
-            cells.append(f"{ours} ({then or '-'})")
-        table.add_row(name, *cells)
+    for name, ours in rows_of(found, domains):
+        pairs = zip(ours, REFERENCE[name], strict=True)
+        table.add_row(name, *(f"{_figures(kls)} ({_figures(then)})" for kls, then in pairs))
     console.print(table)
 
 
+def _figures(kls: Sequence[float | None]) -> str:
+    return " / ".join("-" if kl is None else f"{kl:.3f}" for kl in kls)
+
+
 def print_json(found: dict[str, Evidence], domains: list[str]) -> None:
-    for name, kls in rows_of(found, domains):
-        for index, column in enumerate(COLUMNS):
-            for number, domain in enumerate(domains):
-                row = {
-                    "recipe": name,
-                    "arm": column.title,
-                    "domain": domain,
-                    "kl": kls[2 * index + number],
-                    "reference_kl": REFERENCE[name][index][number],
-                }
-                typer.echo(json.dumps(row))
+    for name, ours in rows_of(found, domains):
+        for column, kls, then in zip(COLUMNS, ours, REFERENCE[name], strict=True):
+            for domain, kl, reference in zip(domains, kls, then, strict=True):
+                row = {"recipe": name, "arm": column.title, "domain": domain}
+                typer.echo(json.dumps({**row, "kl": kl, "reference_kl": reference}))
 
 
 if __name__ == "__main__":
