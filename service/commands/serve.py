@@ -19,18 +19,14 @@ def serve(context: typer.Context, **_values: Any) -> None:
 
     Logs go to standard output. SIGTERM and Ctrl-C stop it when the requests in flight are done.
     """
-    settings = settings_of(context)
-    listener = listen(settings)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    typer.echo(f"kvt: listening on http://{shown}:{port} (Ctrl-C stops it)", err=True)
-    _run(settings, listener)
-
-
-def _run(settings: Settings, listener: socket.socket) -> None:
     from service.server import run
 
-    run(settings, listener)
+    settings = settings_of(context)
+    with listen(settings) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        typer.echo(f"kvt: listening on http://{shown}:{port} (Ctrl-C stops it)", err=True)
+        run(settings, listener)
 
 
 def settings_of(context: typer.Context) -> Settings:
