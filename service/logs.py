@@ -55,7 +55,9 @@ def _short_exception(_logger: object, _method: str, event: EventDict) -> EventDi
     error = given[1] if isinstance(given, tuple) else given
     if not isinstance(error, BaseException):
         error = sys.exc_info()[1]
-    return event if error is None else event | described(error)
+    if error is not None:
+        event.update(described(error))
+    return event
 
 
 def described(error: BaseException) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""The cheap gate alone: evidence, first tokens, time."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mappers.evidence import Verdict
+from service import gate
+from service.gate import DETAILS, Ruling, rule
+from service.schemas import REASONS, TranslateRequest, read_request
+from service.settings import Settings
+from service.store import Entry, Store
+from tests.service.pair import KLS, document
+
+
+@pytest.fixture(scope="module")
+def entry(artifacts: Path) -> Entry:
+    store = Store(Settings(artifacts=(artifacts,)), lambda prepare: prepare())
+    store.load_all()
+    return store.entries[0]
+
+
+def request(tokens: int = 40, **changes: Any) -> TranslateRequest:
+    return read_request(json.dumps(document(tokens, **changes)))
+
+
+def ruling(entry: Entry, asked: TranslateRequest, pending: float = 0.0, **changes: Any) -> Ruling:
+    return rule(entry, asked, Settings(**changes), pending_seconds=pending)
+
+
+def test_every_reason_that_the_gate_gives_is_in_the_closed_list() -> None:
+    assert set(DETAILS) <= set(REASONS)
+
+
+def test_the_certified_kl_comes_with_the_tail(entry: Entry) -> None:
+    found = ruling(entry, request())
+    assert (found.reason, found.native_tail, found.tokens) == (None, 1, 39)
+    assert (found.kl_bound, found.rows) == (KLS[True, 1], 60)
+
+
+@pytest.mark.parametrize(
+    ("max_kl", "reason"),
+    [(0.0041, None), (0.004, None), (0.0039, "certified_kl_exceeds_threshold")],
+)
+def test_just_under_and_just_over(entry: Entry, max_kl: float, reason: str | None) -> None:
+    assert ruling(entry, request(max_kl=max_kl)).reason == reason
+    assert ruling(entry, request(), max_kl=max_kl).reason == reason
+
+
+@pytest.mark.parametrize("bound", [math.nan, math.inf, 0.051])
+def test_c16_a_bound_that_is_no_number_fails_closed(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch, bound: float
+) -> None:
+    monkeypatch.setattr(gate, "decide", lambda *_, **__: Verdict("translate", None, 1, bound, 60))
+    assert ruling(entry, request()).reason == "certified_kl_exceeds_threshold"
+
+
+def test_too_few_rows_for_the_confidence(entry: Entry) -> None:
+    assert ruling(entry, request(), alpha=0.01).reason == "no_evidence"
+    unproven = ruling(entry, request(), alpha=0.01, allow_unproven=True)
+    assert (unproven.reason, unproven.unproven, unproven.native_tail) == (None, True, 1)
+
+
+def test_allow_unproven_does_not_excuse_bad_evidence(entry: Entry) -> None:
+    found = ruling(entry, request(max_kl=0.001), allow_unproven=True)
+    assert (found.reason, found.unproven) == ("certified_kl_exceeds_threshold", False)
+
+
+def test_a_prefix_counts_only_from_position_0(entry: Entry) -> None:
+    assert ruling(entry, request()).prefix is not None
+    moved = ruling(entry, request(20, start_position=20))
+    assert (moved.prefix, moved.kl_bound) == (None, KLS[False, 8])
+
+
+def test_a_prefix_longer_than_the_answer_is_cut(entry: Entry) -> None:
+    found = ruling(entry, request(33, max_kl=0.005))
+    assert found.prefix is not None
+    assert (found.tokens, found.prefix.tokens) == (1, 1)
+
+
+def test_default_domain_stands_in_for_a_request_without(entry: Entry) -> None:
+    assert ruling(entry, request(), default_domain="law").reason == "no_evidence"
+    assert ruling(entry, request(domain="chat"), default_domain="law").reason is None
+
+
+def test_time_decides_last(entry: Entry) -> None:
+    entry.timing.__init__()  # type: ignore[misc]
+    for _ in range(300):
+        entry.timing.add(39, 0.039)
+    assert ruling(entry, request(reprefill_ms=30.0)).reason == "below_break_even"
+    assert ruling(entry, request(reprefill_ms=80.0)).reason is None
+    late = ruling(entry, request(reprefill_ms=80.0), pending=0.05)
+    assert late.reason == "would_miss_deadline"
+    assert late.expected_seconds == pytest.approx(0.089)
+    # The 32 tokens that the target reads itself are paid in any case: 8 of 40 are what is saved.
+    tight = {"max_kl": 0.005, "reprefill_ms": 80.0}
+    assert ruling(entry, request(**tight)).reason is None
+    entry.timing.add(8, 10.0)
+    assert ruling(entry, request(**tight)).reason == "below_break_even"

@@ -1,0 +1,308 @@
+"""The small parts: estimate, body, worker, request documents, settings, logs."""
+
+import asyncio
+import io
+import json
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from pydantic import ValidationError
+
+from service import logs
+from service.body import Body, ClientGone
+from service.errors import CODES, Problem
+from service.estimate import RunningFit
+from service.metrics import Metrics
+from service.problems import as_problem, render
+from service.schemas import read_request
+from service.settings import Settings
+from service.worker import Emission, Worker
+from tests.service.pair import document
+
+quick = settings(deadline=None, max_examples=40)
+
+
+class TestRunningFit:
+    def test_knows_nothing_at_first(self) -> None:
+        assert RunningFit().seconds(10) is None
+
+    def test_one_length_is_taken_as_proportional(self) -> None:
+        fit = RunningFit()
+        fit.add(100, 1.0)
+        assert fit.seconds(200) == pytest.approx(2.0)
+
+    @quick
+    @given(some.floats(0, 1), some.floats(0, 0.01))
+    def test_finds_a_line(self, fixed: float, slope: float) -> None:
+        fit = RunningFit()
+        for tokens in (32, 128, 512, 64):
+            fit.add(tokens, fixed + slope * tokens)
+        assert fit.seconds(1000) == pytest.approx(fixed + slope * 1000, abs=1e-6)
+
+    def test_follows_a_change(self) -> None:
+        fit = RunningFit()
+        for seconds in [10.0] * 100 + [1.0] * 200:
+            fit.add(64, seconds)
+        assert fit.seconds(64) == pytest.approx(1.0, rel=0.01)
+
+    def test_is_never_negative(self) -> None:
+        fit = RunningFit()
+        fit.add(1000, 0.1)
+        fit.add(10, 1.0)
+        assert (fit.seconds(5000) or 0) >= 0
+
+
+def body_of(*messages: Any, limit: int = 1000, grace: float = 5.0, rate: float = 1e6) -> Body:
+    """A body that arrives as these byte strings; None: the client leaves, ``...``: it stalls."""
+    waiting = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        part = waiting.pop(0)
+        if part is ...:
+            await asyncio.Event().wait()
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(waiting)}
+
+    return Body(receive, limit_bytes=limit, grace_seconds=grace, bytes_per_second=rate)
+
+
+def done(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+class TestBody:
+    @quick
+    @given(some.lists(some.binary(max_size=20), min_size=1), some.data())
+    def test_chunks_do_not_matter(self, parts: list[bytes], data: some.DataObject) -> None:
+        whole = b"".join(parts)
+        first = data.draw(some.integers(0, len(whole)))
+
+        async def read() -> bytes:
+            body, rest = body_of(*parts), bytearray(len(whole) - first)
+            start = await body.exactly(first)
+            await body.into(memoryview(rest))
+            await body.end()
+            return start + bytes(rest)
+
+        assert done(read()) == whole
+
+    def test_too_short(self) -> None:
+        with pytest.raises(Problem, match="ended before"):
+            done(body_of(b"abc").exactly(4))
+
+    def test_too_long(self) -> None:
+        body = body_of(b"abcd", b"")
+
+        async def read() -> None:
+            await body.exactly(3)
+            await body.end()
+
+        with pytest.raises(Problem, match="after the last tensor"):
+            done(read())
+
+    def test_over_the_limit(self) -> None:
+        with pytest.raises(Problem, match="at most 5 bytes"):
+            done(body_of(b"abc", b"def", b"", limit=5).exactly(6))
+        with pytest.raises(Problem, match="at most 4 bytes"):
+            done(body_of(b"abc", b"def", b"").rest(4))
+
+    def test_a_client_that_leaves(self) -> None:
+        with pytest.raises(ClientGone):
+            done(body_of(b"abc", None).exactly(4))
+
+    def test_a_client_that_stalls(self) -> None:
+        with pytest.raises(Problem, match="too slowly"):
+            done(body_of(b"abc", ..., grace=0.05).exactly(5))
+
+
+def worker(**changes: Any) -> Worker:
+    return Worker(Settings(**changes), Metrics(version="0"))
+
+
+class TestWorker:
+    def test_places_are_limited_and_come_back(self) -> None:
+        busy = worker(queue_requests=1)
+        with busy.place():
+            with pytest.raises(Problem) as full, busy.place():
+                pass
+            assert full.value.code == "overloaded"
+        with busy.place():
+            assert busy.in_flight == 1
+        assert busy.in_flight == 0
+
+    def test_memory_is_limited_and_comes_back(self) -> None:
+        small = worker(max_inflight_bytes=100)
+        with small.memory(60):
+            with pytest.raises(Problem) as full, small.memory(60):
+                pass
+            assert (full.value.code, small.in_flight_bytes) == ("out_of_memory", 60)
+        with pytest.raises(Problem) as never, small.memory(101):
+            pass
+        assert (never.value.code, small.in_flight_bytes) == ("body_too_large", 0)
+
+    def test_one_after_the_other_on_one_thread(self) -> None:
+        names: list[str] = []
+        one = worker()
+
+        async def run() -> None:
+            async def submit(name: str) -> None:
+                work = lambda: names.append(f"{name} {threading.current_thread().name}")  # noqa: E731
+                async with one.running(work, Emission(), 1.0) as future:
+                    await future
+
+            await asyncio.gather(*(submit(name) for name in "abc"))
+
+        done(run())
+        one.stop()
+        assert [name.split()[0] for name in names] == ["a", "b", "c"]
+        assert len({name.split()[1] for name in names}) == 1
+
+    def test_leaving_waits_for_the_thread(self) -> None:
+        ended = threading.Event()
+        one = worker()
+
+        async def run() -> None:
+            release = threading.Event()
+
+            def work() -> None:
+                release.wait(10)
+                ended.set()
+
+            async with one.running(work, Emission(), 2.0):
+                assert one.pending_seconds() == 2.0
+                asyncio.get_running_loop().call_later(0.05, release.set)
+            assert ended.is_set()
+
+        done(run())
+        one.stop()
+        assert one.pending_seconds() == 0
+
+    def test_work_whose_client_has_left_never_starts(self) -> None:
+        one = worker()
+        started: list[int] = []
+
+        async def run() -> None:
+            hold = threading.Event()
+            async with one.running(lambda: bool(hold.wait(10)) or None, Emission(), 1.0):
+                left = Emission()
+                left.cancel()
+                async with one.running(lambda: started.append(1), left, 1.0):
+                    hold.set()
+
+        done(run())
+        one.stop()
+        assert not started
+
+
+class TestDocuments:
+    def test_round_trip(self) -> None:
+        request = read_request(json.dumps(document(7)))
+        again = read_request(request.model_dump_json(exclude_defaults=True))
+        assert again == request
+
+    @quick
+    @given(some.recursive(some.none() | some.booleans() | some.floats() | some.text(), some.lists))
+    def test_anything_else_is_a_problem(self, value: Any) -> None:
+        with pytest.raises(Problem):
+            read_request(json.dumps(value))
+
+    @quick
+    @given(some.text(max_size=60))
+    def test_any_text(self, text: str) -> None:
+        with pytest.raises(Problem) as problem:
+            read_request(text)
+        assert problem.value.kind.status in (400, 422)
+
+    @quick
+    @given(some.sampled_from(list(document(3))), some.integers() | some.text() | some.none())
+    def test_one_bad_field(self, name: str, value: Any) -> None:
+        said = json.dumps(document(3) | {name: value})
+        try:
+            request = read_request(said)
+        except Problem as problem:
+            assert problem.code == "bad_document"  # noqa: PT017
+        else:
+            assert getattr(request, name) == value
+
+
+class TestProblems:
+    @pytest.mark.parametrize("code", CODES)
+    def test_every_code_renders(self, code: str) -> None:
+        answer = render(Problem(code, "why"), "ab")
+        body = json.loads(bytes(answer.body))
+        assert (body["code"], body["status"]) == (code, answer.status_code)
+        assert body["instance"] == "urn:kv-translator:request:ab"
+        assert ("retry-after" in answer.headers) is body["retryable"]
+
+    def test_unknown_errors_say_nothing(self) -> None:
+        problem = as_problem(ValueError("/etc/passwd"))
+        assert (problem.code, "passwd" in problem.detail) == ("internal", False)
+
+
+class TestSettings:
+    def test_order_is_arguments_environment_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "kvt.yaml"
+        file.write_text("port: 1\nmax_kl: 0.1\nalpha: 0.2\n")
+        monkeypatch.setenv("KVT_CONFIG", str(file))
+        monkeypatch.setenv("KVT_PORT", "2")
+        monkeypatch.setenv("KVT_MAX_KL", "0.3")
+        found = Settings(port=3)
+        assert (found.port, found.max_kl, found.alpha) == (3, 0.3, 0.2)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("max_kl", "nan"), ("port", 70_000), ("alpha", 1), ("nonsense", 1), ("admin_token", "x")],
+    )
+    def test_a_bad_value_names_its_key(self, name: str, value: Any) -> None:
+        with pytest.raises(ValidationError, match=name):
+            Settings(**{name: value})
+
+    def test_the_token_is_not_shown(self) -> None:
+        assert "sesame" not in repr(Settings(admin_token="sesame-open-sesame"))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def logged() -> Callable[[], list[dict[str, Any]]]:
+    root = logging.getLogger()
+    before = (root.handlers, root.level)
+    logs.configure(Settings())
+    stream = io.StringIO()
+    root.handlers[0].stream = stream  # type: ignore[attr-defined]
+
+    def lines() -> list[dict[str, Any]]:
+        root.handlers, root.level = before
+        structlog.reset_defaults()
+        return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+    return lines
+
+
+class TestLogs:
+    def test_g6_a_hostile_value_stays_on_its_line(
+        self, logged: Callable[[], list[dict[str, Any]]]
+    ) -> None:
+        structlog.get_logger("t").info("event", model="a\nb\x1b[31m")
+        lines = logged()
+        assert [line["model"] for line in lines] == ["a\nb\x1b[31m"]
+
+    def test_an_exception_is_its_type_and_place(
+        self, logged: Callable[[], list[dict[str, Any]]]
+    ) -> None:
+        try:
+            raise ValueError("/secret")
+        except ValueError as error:
+            logging.getLogger("uvicorn.error").error("Exception in ASGI\n", exc_info=error)
+        (line,) = logged()
+        assert line["error"] == "ValueError"
+        assert line["at"][-1].startswith("test_parts.py:")
+        assert "/secret" not in json.dumps(line)
