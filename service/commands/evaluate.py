@@ -7,7 +7,7 @@ import typer
 
 from mappers.errors import IdentityMismatch
 from service.commands import models
-from service.commands.options import Config
+from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def evaluate(
     native_tails: Annotated[
         list[int] | None, typer.Option(help="Native tails.", show_default="1 32 128")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     source_name: models.SourceName = None,
     source_version: models.SourceVersion = None,
     source_gguf: models.SourceGguf = None,

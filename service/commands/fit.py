@@ -1,16 +1,17 @@
 """``kvt fit``: two models and text in, an artifact out."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
 
 from service.commands import models
 from service.commands.exits import Code, Failure, fault_of
-from service.commands.options import Config
+from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
+Recipe = Literal["full_head", "head_local"]
 _TEXT, _FIT, _EVIDENCE = "Text", "Fit", "Evidence"
 
 
@@ -33,9 +34,9 @@ def fit(
     work: Annotated[
         Path | None, typer.Option(help="Keep the sums here: resumes, and refits without a pass.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     recipe: Annotated[
-        str, typer.Option(help="full_head or head_local.", rich_help_panel=_FIT)
+        Recipe, typer.Option(help="Kind of map.", rich_help_panel=_FIT)
     ] = "full_head",
     k: Annotated[
         int, typer.Option(min=1, help="Source layers a target layer.", rich_help_panel=_FIT)

@@ -5,13 +5,27 @@ Where an option comes from, first match wins: the command line, the environment
 default.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-Console = Annotated[bool, typer.Option(hidden=True)]
+
+def check_device(name: str) -> str:
+    """A device that is there. torch is imported only to look for a GPU."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise typer.BadParameter("a device is cpu, cuda or cuda:N")
+    if name != "cpu":
+        from torch import cuda
+
+        if int(name.partition(":")[2] or 0) >= cuda.device_count():
+            raise typer.BadParameter(f"there are {cuda.device_count()} CUDA devices here")
+    return name
+
+
+Device = Annotated[str, typer.Option(callback=check_device, help="cpu, cuda or cuda:N.")]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

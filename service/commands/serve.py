@@ -5,12 +5,12 @@ import socket
 from typing import Annotated, Any, get_args
 
 import typer
-import yaml
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import SettingsError
 
 from service.commands.exits import Code, Failure, fault_of
+from service.commands.options import read_yaml
 from service.settings import Settings
 
 
@@ -30,23 +30,25 @@ def serve(context: typer.Context, **_values: Any) -> None:
 
 
 def settings_of(context: typer.Context) -> Settings:
-    """Settings with what was given on the command line; they read environment and file themselves.
-
-    Raises Failure (usage) for a value that they do not take.
-    """
+    """Settings with what the command line gives; they read environment and file themselves."""
     given = {
         name: value
         for name, value in context.params.items()
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
+    if context.params["config"] is not None:
+        read_yaml(context.params["config"])
+    return settings_from(**given)
+
+
+def settings_from(**given: Any) -> Settings:
+    """Settings with these values. Raises Failure (usage), also for a value from elsewhere."""
     try:
         return Settings(**given)
     except ValidationError as error:
         raise Failure(Code.USAGE, fault_of(error)) from error
     except SettingsError as error:
         raise Failure(Code.USAGE, "an environment variable of KVT_ is not valid JSON") from error
-    except yaml.YAMLError as error:
-        raise Failure(Code.USAGE, "the file of --config is not YAML") from error
 
 
 def listen(settings: Settings) -> socket.socket:

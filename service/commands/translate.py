@@ -10,7 +10,7 @@ import typer
 
 from service.answer import refusal
 from service.commands.exits import Code, Failure
-from service.commands.options import Config
+from service.commands.options import Config, Device
 from service.upload import CHUNK_BYTES, CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def translate(
     ],
     config: Config = None,
     max_kl: Annotated[float | None, typer.Option(help="Threshold, nats a token.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     allow_unproven: Annotated[
         bool, typer.Option(help="Use a mapper without evidence; the answer says so.")
     ] = False,
@@ -45,16 +45,14 @@ def translate(
     REQUEST is safetensors with the request document under `kvt` in its metadata. The answer is
     written only when it is complete; a re-prefill decision ends with exit code 10.
     """
-    from service.settings import Settings
+    from service.commands.serve import settings_from
 
     del config
-    limits = {} if max_kl is None else {"max_kl": max_kl}
-    settings = Settings(
-        artifacts=tuple(artifact),
-        device=device,
-        allow_unproven=allow_unproven,
+    given = {"device": device, "allow_unproven": allow_unproven, "max_kl": max_kl}
+    settings = settings_from(
+        artifacts=artifact,
         log_level="error",
-        **limits,  # type: ignore[arg-type]
+        **{name: value for name, value in given.items() if value is not None},
     )
     part = answer.with_name(f".{answer.name}.part")
     try:

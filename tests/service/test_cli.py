@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import safetensors.torch
@@ -18,10 +18,11 @@ from typer.testing import CliRunner, Result
 
 from mappers.errors import CorpusError, IdentityMismatch, LayoutError, UnsupportedModel
 from mappers.plan import FitPlan
+from mappers.recipes import RECIPES
 from service.cli import app
 from service.commands import exits
 from service.commands.exits import Code
-from service.commands.fit import fit
+from service.commands.fit import Recipe, fit
 from service.commands.models import layer_numbers
 from service.commands.texts import by_domain
 from service.settings import Settings
@@ -89,6 +90,9 @@ class TestHelp:
         for name, field in Settings.model_fields.items():
             assert options[name].help == field.description
             assert options[name].envvar == f"KVT_{name.upper()}"
+
+    def test_fits_recipes_are_all_recipes(self) -> None:
+        assert get_args(Recipe) == tuple(RECIPES)
 
     def test_fits_defaults_are_the_plans(self) -> None:
         for name, parameter in signatures.signature(fit).parameters.items():
@@ -170,6 +174,17 @@ class TestUsage:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             assert_one_line(kvt("serve", "--port", port), Code.SERVER, f"127.0.0.1:{port}")
+
+    @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cuda:99"])
+    def test_a_device_that_is_not_there(
+        self, artifact: Path, request_file: Path, device: str
+    ) -> None:
+        given = ("translate", request_file, "answer", "--artifact", artifact, "--device", device)
+        assert_one_line(kvt(*given), Code.USAGE, "device")
+
+    def test_a_threshold_that_is_none(self, artifact: Path, request_file: Path) -> None:
+        given = ("translate", request_file, "answer", "--artifact", artifact, "--max-kl", "-1")
+        assert_one_line(kvt(*given), Code.USAGE, "max-kl")
 
     def test_layers_and_domains(self) -> None:
         assert layer_numbers("10-12, 15") == (10, 11, 12, 15)
@@ -370,8 +385,7 @@ class TestMake:
         config = tmp_path / "fit.yaml"
         config.write_text(yaml.safe_dump(values))
         result = kvt("fit", "--config", config)
-        assert result.exit_code != 0
-        assert "recipe" in result.stderr
+        assert_one_line(result, Code.USAGE, "recipe")
 
 
 class TestProcess:
