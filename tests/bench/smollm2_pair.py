@@ -47,7 +47,7 @@ OPENINGS = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     "<|im_end|>\n<|im_start|>user\n",
 )
-console = Console()
+console = Console(width=100)
 
 
 class Column(NamedTuple):
