@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from service.commands import models
 from service.commands.exits import Code, Failure
 from service.commands.options import Config
 
@@ -40,13 +41,11 @@ def demo(
     Ends with exit code 10 unless every prompt was translated, with a KL below that of reading only
     the prompt's last 64 tokens.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from service.demo import family as families
     from service.demo.run import run, write
 
     del config
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    models.quiet()
     folder = family or families.EMBEDDED
     console = Console()
     if write_request is not None:

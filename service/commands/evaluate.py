@@ -53,6 +53,7 @@ def evaluate(
     from mappers.report import render
 
     del config
+    models.quiet()
     texts = by_domain(held_out)
     loaded = artifacts.load(artifact)
     sides = (

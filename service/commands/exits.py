@@ -72,12 +72,17 @@ class OneLineErrors(TyperGroup):
         except Failure as error:
             _stop(error.code, str(error))
         except KVTranslatorError as error:
-            _stop(code_of(error), str(error))
+            _stop(code_of(error), said_by(error))
         except OSError as error:
             _stop(Code.DATA, _system(error))
         if code == Code.INTERRUPTED:
             _stop(Code.INTERRUPTED, "interrupted")
         sys.exit(code)
+
+
+def said_by(error: KVTranslatorError) -> str:
+    """Its message, after the reason word of an unsupported model."""
+    return f"{error.reason}: {error}" if isinstance(error, UnsupportedModel) else str(error)
 
 
 def fault_of(error: ValidationError) -> str:

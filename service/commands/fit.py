@@ -98,6 +98,7 @@ def fit(
     from mappers.plan import FitPlan
 
     del config
+    models.quiet()
     lists = {"lengths": lengths, "native_tails": native_tails}
     try:
         plan = FitPlan(

@@ -172,16 +172,14 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: Rule) -> Table:
     from mappers.evidence import decide
 
     table = Table(
-        "domain",
-        "tokens",
-        "first tokens known",
-        "unknown",
         title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {1 - rule.alpha:.0%} of prompts, "
         f"{1 - rule.delta:.0%} sure",
         title_justify="left",
         box=box.SIMPLE,
         pad_edge=False,
     )
+    for column in ("domain", "tokens", "first tokens known", "unknown"):
+        table.add_column(column, overflow="fold")
     lengths = sorted({row.length for row in evidence.rows})
     for domain in domains:
         for length in lengths:

@@ -58,6 +58,13 @@ def spec(
     )
 
 
+def quiet() -> None:
+    """No bar of transformers' own while a model is loaded."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def layer_numbers(text: str) -> tuple[int, ...]:
     """``10-12,15`` as (10, 11, 12, 15). Raises BadParameter."""
     found: list[int] = []

@@ -72,6 +72,7 @@ class Exchange:
         self._left = os.fstat(source.fileno()).st_size
         self._document = bytearray()
         self._written_bytes = 0
+        self._sent = False
         self.status, self.headers = 0, dict[str, str]()
         self.complete = False
 
@@ -96,12 +97,13 @@ class Exchange:
 
     async def receive(self) -> MutableMapping[str, Any]:
         """The next chunk; after the last, nothing for ever, as from a client that waits."""
-        if self._left == 0:
+        if self._sent:
             await asyncio.Event().wait()
         chunk = self._source.read(CHUNK_BYTES)
+        self._left -= len(chunk)
         # A file that shrinks while it is read ends the body early, and the service says so.
-        self._left = self._left - len(chunk) if chunk else 0
-        return {"type": "http.request", "body": chunk, "more_body": self._left > 0}
+        self._sent = self._left <= 0 or not chunk
+        return {"type": "http.request", "body": chunk, "more_body": not self._sent}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Tensors go to the file, a small document is kept."""

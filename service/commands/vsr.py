@@ -56,6 +56,7 @@ def import_(
     from mappers.models import load_model
 
     del config, format
+    models.quiet()
     small = load_model(
         models.spec(
             source, source_name, source_version, source_gguf, source_drop_layers, source_dtype
