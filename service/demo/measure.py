@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mappers import hf_compat
 from mappers.arms import CONTINUATION_TOKENS, read_tail
-from mappers.metrics import Measures, compare, context_recovered, gap_recovered
+from mappers.metrics import Measures, Reference, context_recovered, gap_recovered
 from mappers.models import LoadedModel
 from service.client import Client, Outcome, Reprefill, Translated
 from service.demo.family import Direction
@@ -122,21 +122,21 @@ def _read_prompt(client: Client, direction: Direction, ids: Tensor) -> Reading:
     )
     outcome, milliseconds = _timed(lambda: client.translate(sent, request))
     native = _whole(target, ids)
-    following = ids[tokens:]
+    reference = Reference(native, ids[tokens:])
 
     def bare(tail: int) -> Measures:
-        return compare(native, read_tail(target, [], ids, length=tokens, tail=tail)[0], following)
+        return reference.compare(read_tail(target, [], ids, length=tokens, tail=tail)[0])
 
     translated = same_tail = None
     if isinstance(outcome, Translated):
         tail = outcome.receipt.native_tail
         logits = read_tail(target, [outcome.cache], ids, length=tokens, tail=tail)[0]
-        translated, same_tail = compare(native, logits, following), bare(tail)
+        translated, same_tail = reference.compare(logits), bare(tail)
     return Reading(
         outcome=outcome,
         round_trip_ms=milliseconds,
-        native=compare(native, native, following),
-        source=compare(native, _whole(source, ids), following),
+        native=reference.compare(native),
+        source=reference.compare(_whole(source, ids)),
         no_context=bare(1),
         bare=bare(BARE_TAIL),
         bare_same_tail=same_tail,
