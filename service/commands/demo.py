@@ -1,5 +1,6 @@
 """``kvt demo``: see it work, from a server process to the continuation of a text."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from service.commands.exits import Code, Failure
 from service.commands.options import Config
 
 _CURL = """\
-curl --data-binary @{file} -H 'Content-Type: application/vnd.safetensors' \\
+curl --data-binary {file} -H 'Content-Type: application/vnd.safetensors' \\
      http://127.0.0.1:8080/translate -o answer.safetensors -D -"""
 
 
@@ -50,21 +51,25 @@ def demo(
     console = Console()
     if write_request is not None:
         write(folder, write_request, tokens)
-        console.print(f"Send it to a running service (make serve):\n\n{_curl(write_request)}")
+        _say(console, f"Send it to a running service (make serve):\n\n{_curl(write_request)}")
         return
     good = run(console, folder, tokens=tokens, prompts=prompts)
     command = Path(sys.argv[0])
     kvt = str(command) if command.name == "kvt" else "kvt"
-    console.print(
+    _say(
+        console,
         f"Keep it running:\n\n    make serve\n\nand in another terminal:\n\n"
         f"    {kvt} demo --write-request request.safetensors\n    "
         + _curl(Path("request.safetensors")).replace("\n", "\n    "),
-        highlight=False,
-        soft_wrap=True,
     )
     if not good:
         raise Failure(Code.REPREFILL, "not every prompt was translated well")
 
 
+def _say(console: Console, text: str) -> None:
+    """Lines to be copied: as they are, however narrow the terminal."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _curl(file: Path) -> str:
-    return _CURL.format(file=file)
+    return _CURL.format(file=shlex.quote(f"@{file}"))

@@ -144,7 +144,7 @@ def _measured(evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, r
             f"{key.native_tail}",
             f"{cell.documents}",
             f"{cell.kl:.4f}",
-            _nats(kl_bound(kls, rule.alpha, rule.delta)),
+            nats(kl_bound(kls, rule.alpha, rule.delta)),
             "-" if alone is None else f"{alone.kl:.3f}",
             "-" if nothing is None else f"{nothing.kl:.3f}",
             f"{cell.top1:.1%}",
@@ -205,11 +205,12 @@ def _matches(row: object, key: "Setting") -> bool:
 def _said(verdict: "Verdict") -> str:
     if verdict.decision == "reprefill":
         return f"no: {verdict.reason}"
-    return f"tail {verdict.native_tail}, bound {_nats(verdict.kl_bound)}"
+    return f"tail {verdict.native_tail}, bound {nats(verdict.kl_bound)}"
 
 
-def _nats(kl: float | None) -> str:
-    return "-" if kl is None else f"{kl:.4f}"
+def nats(kl: float | None) -> str:
+    """A KL for people; a dash where there is none."""
+    return "-" if kl is None or math.isnan(kl) else f"{kl:.4f}"
 
 
 def percent(share: float) -> str:

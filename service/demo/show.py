@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from service.commands.inspect import percent
+from service.commands.inspect import nats, percent
 from service.demo.measure import BARE_TAIL, Result
 
 
@@ -36,12 +36,12 @@ def _figures(result: Result) -> dict[str, str]:
         "decision": _decision(result),
         "tokens translated": _each({r.tokens for r in receipts}),
         "native tail, read by the target": _each({r.native_tail for r in receipts}),
-        "KL, translated": f"[bold]{result.mean('translated'):.4f}[/]",
-        "  certified bound": f"{bounds[-1]:.4f}" if bounds else "-",
+        "KL, translated": f"[bold]{nats(result.mean('translated'))}[/]",
+        "  certified bound": nats(bounds[-1] if bounds else None),
         "  which holds": ", ".join(sorted(rules)) or "-",
-        f"KL, only the last {BARE_TAIL} tokens read": f"{result.mean('bare'):.4f}",
-        "KL, only the native tail read": f"{result.mean('bare_same_tail'):.4f}",
-        "KL, no context": f"{result.mean('no_context'):.4f}",
+        f"KL, only the last {BARE_TAIL} tokens read": nats(result.mean("bare")),
+        "KL, only the native tail read": nats(result.mean("bare_same_tail")),
+        "KL, no context": nats(result.mean("no_context")),
         "top-1 agreement": percent(result.mean("translated", "top1")),
         "gap recovered": percent(result.gap),
         "context recovered": percent(result.context),

@@ -1,5 +1,6 @@
 """The demonstration over a tiny family, with a real server process and a real curl."""
 
+import functools
 import math
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from mappers.metrics import Measures
 from service.cli import app
 from service.client import Reprefill, Translated
 from service.commands.exits import Code
-from service.demo.family import directions, prompts
+from service.demo.family import Direction, directions, prompts
 from service.demo.measure import Reading, Result, Texts
 from service.demo.process import ServerProcess
 from service.demo.run import write
@@ -77,7 +78,7 @@ class TestFamily:
 
 def test_the_whole_demonstration(family: Path) -> None:
     options = ["--family", str(family), "--tokens", str(TOKENS), "--prompts", "2"]
-    result = CliRunner().invoke(app, ["demo", *options])
+    result = CliRunner().invoke(app, ["demo", *options], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     shown = " ".join(result.stdout.split())
     for words in (
@@ -124,6 +125,12 @@ def arm(kl: float, nll: float = 3.0) -> Measures:
     return Measures(kl=kl, kl_max=kl, top1=0.9, nll=nll)
 
 
+@functools.cache
+def ways(family: Path) -> list[Direction]:
+    """Loaded once."""
+    return directions(family)
+
+
 class TestVerdict:
     """When the demonstration may say that it went well."""
 
@@ -141,7 +148,7 @@ class TestVerdict:
             translated=arm(translated, 2.1),
         )
         texts = Texts("a [bold]prompt", "b", "c", "d")
-        return Result(directions(family)[0], [reading], TOKENS, 1.0, 1.0, texts)
+        return Result(ways(family)[0], [reading], TOKENS, 1.0, 1.0, texts)
 
     def receipt(self) -> Receipt:
         return Receipt.model_construct(
@@ -181,17 +188,23 @@ class TestVerdict:
         show(console, [result])
         assert "reprefill: no_evidence (1 of 2)" in console.export_text()
 
+    def test_nothing_translated_is_shown_as_nothing(self, family: Path) -> None:
+        result = self.result(family, translated=math.nan, bare=0.1, tail=math.nan)
+        console = Console(record=True, width=100)
+        show(console, [result])
+        assert "nan" not in console.export_text()
+
     def test_text_is_not_markup(self, family: Path) -> None:
         console = Console(record=True, width=100)
         show(console, [self.result(family, translated=0.01, bare=0.1, tail=0.3)])
         assert "a [bold]prompt" in console.export_text()
 
 
-def test_a_threshold_that_nothing_meets_is_code_10(
+def test_a_demonstration_that_went_badly_is_code_10(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVT_MAX_KL", "1e-9")
-    options = ["--family", str(family), "--tokens", str(TOKENS), "--prompts", "1"]
-    result = CliRunner().invoke(app, ["demo", *options])
+    monkeypatch.setattr("service.demo.run.run", lambda *_, **__: False)
+    result = CliRunner().invoke(app, ["demo", "--family", str(family)])
     assert result.exit_code == Code.REPREFILL
-    assert "reprefill: certified_kl_exceeds_threshold" in " ".join(result.stdout.split())
+    assert result.stderr == "kvt: not every prompt was translated well\n"
+    assert "make serve" in result.stdout
