@@ -29,7 +29,8 @@ DEVELOP := $(VENV)/.develop
 DEMO := mappers/demo
 FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl \
 	--held-out in_domain=$(DEMO)/text/held_out.jsonl \
-	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts
+	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts \
+	$(foreach tail,1 32 128 256 512,--native-tails $(tail))
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,7 +57,7 @@ bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the tar
 
 fit-demo: $(RUNTIME)  ## Fit both embedded mappers again, from the committed models and texts
 	$(BIN)/kvt fit --source $(DEMO)/small --target $(DEMO)/large $(FIT_DEMO) $(ARGS)
-	$(BIN)/kvt fit --source $(DEMO)/large --target $(DEMO)/small $(FIT_DEMO) $(ARGS)
+	$(BIN)/kvt fit --source $(DEMO)/large --target $(DEMO)/small --k 8 $(FIT_DEMO) $(ARGS)
 
 clean:  ## Remove .venv and every cache
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
