@@ -29,8 +29,7 @@ DEVELOP := $(VENV)/.develop
 DEMO := mappers/demo
 FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl \
 	--held-out in_domain=$(DEMO)/text/held_out.jsonl \
-	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts \
-	$(foreach tail,1 32 128 256 512,--native-tails $(tail))
+	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -19,6 +19,8 @@ from mappers.translate import Translator
 
 BARE_TAILS = (1, 64, 128)
 """Tails that are read over nothing even where no translation is measured with them."""
+LONGEST_CONTROL_TAIL = 128
+"""With more tokens read natively, a wrong document before them tells nothing that costs so much."""
 
 
 def evaluate(
@@ -107,7 +109,8 @@ def measure_domain(
             rows.extend(_whole(prompt))
             for tail in sorted({*native_tails, *BARE_TAILS}):
                 if tail < length:
-                    over = _caches(reading, wrong, length) if tail in native_tails else {}
+                    other = wrong if tail <= LONGEST_CONTROL_TAIL else None
+                    over = _caches(reading, other, length) if tail in native_tails else {}
                     rows.extend(_tails(target, prompt, over, tail))
         wrong = reading
     return rows

@@ -45,7 +45,7 @@ class FitPlan(BaseModel):
     skip_positions: Annotated[int, Field(ge=0)] = 4
     documents: Count = 64
     lengths: tuple[Count, ...] = (128, 256, 512, 1024)
-    native_tails: tuple[Count, ...] = (1, 32, 128)
+    native_tails: tuple[Count, ...] = (1, 32, 128, 512)
     first_tokens: Annotated[int, Field(ge=0)] = 256
     known_texts: tuple[str, ...] = ()
 

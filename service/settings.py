@@ -36,7 +36,7 @@ class Settings(BaseSettings):
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
     threads: int | None = Field(None, ge=1, description="Threads of one translation.")
 
-    max_kl: float = Field(0.05, gt=0, allow_inf_nan=False, description="Nats a token.")
+    max_kl: float = Field(0.15, gt=0, allow_inf_nan=False, description="Nats a token.")
     alpha: float = Field(0.1, gt=0, lt=1, description="Share of answers that may exceed it.")
     delta: float = Field(0.05, gt=0, lt=1, description="1 - confidence of that.")
     default_domain: str | None = Field(

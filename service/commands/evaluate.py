@@ -27,7 +27,7 @@ def evaluate(
         list[int] | None, typer.Option(help="Prompt tokens.", show_default="128 256 512 1024")
     ] = None,
     native_tails: Annotated[
-        list[int] | None, typer.Option(help="Native tails.", show_default="1 32 128")
+        list[int] | None, typer.Option(help="Native tails.", show_default="1 32 128 512")
     ] = None,
     device: Device = "cpu",
     source_name: models.SourceName = None,

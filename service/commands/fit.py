@@ -77,7 +77,7 @@ def fit(
     ] = None,
     native_tails: Annotated[
         list[int] | None,
-        typer.Option(help="Native tails.", show_default="1 32 128", rich_help_panel=_EVIDENCE),
+        typer.Option(help="Native tails.", show_default="1 32 128 512", rich_help_panel=_EVIDENCE),
     ] = None,
     source_name: models.SourceName = None,
     source_version: models.SourceVersion = None,

@@ -204,7 +204,9 @@ def _matches(row: object, key: "Setting") -> bool:
 
 def _said(verdict: "Verdict") -> str:
     if verdict.decision == "reprefill":
-        return f"no: {verdict.reason}"
+        if verdict.reason == "certified_kl_exceeds_threshold":
+            return f"no: bound {nats(verdict.kl_bound)}"
+        return f"no: {(verdict.reason or '').replace('_', ' ')}"
     return f"tail {verdict.native_tail}, bound {nats(verdict.kl_bound)}"
 
 

@@ -5,32 +5,42 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 import mappers.demo
 from mappers import corpus
 from mappers.arms import CONTINUATION_TOKENS
-from mappers.artifact import load_manifest
+from mappers.artifact import Artifact, load
+from mappers.cache import KVCache
 from mappers.errors import ArtifactError, CorpusError
 from mappers.identity import ModelIdentity
-from mappers.manifest import Manifest
 from mappers.models import LoadedModel, ModelSpec, load_model
+from service.hf import request_for
+from service.schemas import TranslateRequest
 from service.store import artifact_folders
 
 EMBEDDED = Path(mappers.demo.__file__).parent
+DOMAIN = "in_domain"
+"""What the evidence calls the kind of text that ``prompts`` gives."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One way between the two models, with the mapper's manifest."""
+    """One way between the two models; ``domain`` is what the evidence calls the prompts' kind."""
 
     source: LoadedModel
     target: LoadedModel
-    manifest: Manifest
+    domain: str
 
     @property
     def label(self) -> str:
         """Such as ``small -> large``."""
         return f"{self.source.identity.model} -> {self.target.identity.model}"
+
+    def request(self, cache: Cache, prompt_ids: Tensor) -> tuple[KVCache, TranslateRequest]:
+        """The source's cache of ``prompt_ids`` [1, T] as the client sends it."""
+        sides = {"source": self.source.identity, "target": self.target.identity}
+        return request_for(cache, **sides, prompt_ids=prompt_ids, domain=self.domain)
 
 
 def directions(family: Path) -> list[Direction]:
@@ -38,14 +48,18 @@ def directions(family: Path) -> list[Direction]:
 
     Raises ArtifactError when there is none, or one is for other models than those beside it.
     """
-    manifests = [load_manifest(folder) for folder in artifact_folders([family / "artifacts"])]
-    if not manifests:
+    artifacts = [load(folder) for folder in artifact_folders([family / "artifacts"])]
+    if not artifacts:
         raise ArtifactError("the family has no mappers; kvt fit makes them")
     # The way up, from the smaller model to the larger, is shown first.
-    manifests.sort(key=lambda m: m.source.num_layers)
-    wanted = {side.model: side for m in manifests for side in (m.source, m.target)}
-    loaded = {name: _load(family, side) for name, side in wanted.items()}
-    return [Direction(loaded[m.source.model], loaded[m.target.model], m) for m in manifests]
+    artifacts.sort(key=lambda artifact: artifact.mapper.source.num_layers)
+    pairs = [(artifact.mapper.source, artifact.mapper.target) for artifact in artifacts]
+    sides = {side.model: side for pair in pairs for side in pair}
+    loaded = {name: _load(family, side) for name, side in sides.items()}
+    return [
+        Direction(loaded[source.model], loaded[target.model], _domain(artifact))
+        for (source, target), artifact in zip(pairs, artifacts, strict=True)
+    ]
 
 
 def prompts(family: Path, direction: Direction, *, tokens: int, count: int) -> list[Tensor]:
@@ -67,6 +81,13 @@ def prompts(family: Path, direction: Direction, *, tokens: int, count: int) -> l
     if not found:
         raise CorpusError(f"no held-out text has {whole} tokens")
     return found
+
+
+def _domain(artifact: Artifact) -> str:
+    """The first domain of the evidence: the one of the held-out text."""
+    if artifact.evidence is None:
+        raise ArtifactError("a mapper of the family has no evidence; kvt evaluate adds it")
+    return next(iter(artifact.evidence.corpora))
 
 
 def _load(family: Path, side: ModelIdentity) -> LoadedModel:

@@ -10,6 +10,7 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
+from transformers import DynamicCache
 
 from mappers import hf_compat
 from mappers.arms import CONTINUATION_TOKENS, read_tail
@@ -17,7 +18,7 @@ from mappers.metrics import Measures, Reference, context_recovered, gap_recovere
 from mappers.models import LoadedModel
 from service.client import Client, Outcome, Reprefill, Translated
 from service.demo.family import Direction
-from service.hf import cache_from, request_for
+from service.hf import cache_from
 
 BARE_TAIL = 64
 TEXT_TOKENS = 48
@@ -117,9 +118,7 @@ def _read_prompt(client: Client, direction: Direction, ids: Tensor) -> Reading:
     source, target = direction.source, direction.target
     tokens = len(ids) - CONTINUATION_TOKENS
     _, cache = hf_compat.read(source.model, ids[None, :tokens], logits_at=torch.tensor([0]))
-    sent, request = request_for(
-        cache, source=source.identity, target=target.identity, prompt_ids=ids[None, :tokens]
-    )
+    sent, request = direction.request(cache, ids[None, :tokens])
     outcome, milliseconds = _timed(lambda: client.translate(sent, request))
     native = _whole(target, ids)
     reference = Reference(native, ids[tokens:])
@@ -182,8 +181,7 @@ def _texts(direction: Direction, outcome: Outcome, ids: Tensor) -> Texts:
     decode = direction.target.tokenizer.decode
     prompt = ids[None]
 
-    def continued(model: LoadedModel, outcome: Outcome | None = None) -> str:
-        cache = None if outcome is None else cache_from(outcome, prompt)
+    def continued(model: LoadedModel, cache: DynamicCache | None = None) -> str:
         over = {} if cache is None else hf_compat.cache_arguments(model.model, cache)
         generate = cast(Callable[..., Tensor], model.model.generate)
         written = generate(
@@ -195,9 +193,10 @@ def _texts(direction: Direction, outcome: Outcome, ids: Tensor) -> Texts:
         )
         return str(decode(written[0, prompt.shape[1] :], skip_special_tokens=True))
 
+    translated = cache_from(outcome, prompt)
     return Texts(
         prompt=str(decode(ids[-TEXT_TOKENS:], skip_special_tokens=True)),
         native=continued(direction.target),
-        translated=continued(direction.target, outcome),
+        translated="-" if translated is None else continued(direction.target, translated),
         source=continued(direction.source),
     )

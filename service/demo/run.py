@@ -13,7 +13,6 @@ from service.demo.family import prompts as held_out
 from service.demo.measure import measure
 from service.demo.process import ServerProcess
 from service.demo.show import show
-from service.hf import request_for
 from service.upload import Upload
 
 
@@ -42,8 +41,6 @@ def write(family: Path, file: Path, tokens: int) -> None:
     whole = held_out(family, way, tokens=tokens, count=1)[0]
     ids = whole[None, : len(whole) - CONTINUATION_TOKENS]
     _, cache = hf_compat.read(way.source.model, ids, logits_at=torch.tensor([0]))
-    sent, request = request_for(
-        cache, source=way.source.identity, target=way.target.identity, prompt_ids=ids
-    )
+    sent, request = way.request(cache, ids)
     with file.open("wb") as out:
         out.writelines(Upload.of(sent, request))

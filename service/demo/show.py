@@ -31,12 +31,16 @@ def show(console: Console, results: Sequence[Result]) -> None:
 def _figures(result: Result) -> dict[str, str]:
     receipts = [answer.receipt for answer in result.translated]
     bounds = sorted(r.kl_bound for r in receipts if r.kl_bound is not None)
+    thresholds = {f"{r.max_kl:g}" for r in receipts}
     rules = {f"for {1 - r.alpha:.0%} of prompts, {1 - r.delta:.0%} sure" for r in receipts}
+    refused = {r.reason.replace("_", " ") for r in result.refused}
     return {
         "decision": _decision(result),
+        "  why not": ", ".join(sorted(refused)) or "-",
         "tokens translated": _each({r.tokens for r in receipts}),
         "native tail, read by the target": _each({r.native_tail for r in receipts}),
         "KL, translated": f"[bold]{nats(result.mean('translated'))}[/]",
+        "  threshold": ", ".join(sorted(thresholds)) or "-",
         "  certified bound": nats(bounds[-1] if bounds else None),
         "  which holds": ", ".join(sorted(rules)) or "-",
         f"KL, only the last {BARE_TAIL} tokens read": nats(result.mean("bare")),
@@ -52,10 +56,9 @@ def _figures(result: Result) -> dict[str, str]:
 
 
 def _decision(result: Result) -> str:
-    if not result.refused:
-        return f"translate ({len(result.translated)} of {len(result.readings)})"
-    reasons = ", ".join(sorted({r.reason for r in result.refused}))
-    return f"reprefill: {reasons} ({len(result.refused)} of {len(result.readings)})"
+    word = "reprefill" if result.refused else "translate"
+    count = len(result.refused or result.translated)
+    return f"{word} ({count} of {len(result.readings)})"
 
 
 def _each(numbers: set[int]) -> str:

@@ -115,7 +115,7 @@ class TestPrecedence:
         config = tmp_path / "kvt.yaml"
         config.write_text("max-kl: 0.011\n")
         environment = {"KVT_INSPECT_MAX_KL": "0.012"}
-        assert self.shown(artifact) == "0.05"
+        assert self.shown(artifact) == f"{Settings().max_kl:g}"
         assert self.shown(artifact, "--config", config) == "0.011"
         assert self.shown(artifact, KVT_INSPECT_CONFIG=str(config)) == "0.011"
         assert self.shown(artifact, "--config", config, **environment) == "0.012"

@@ -40,6 +40,7 @@ class TestFamily:
         ways = directions(family)
         assert [way.label for way in ways] == ["small -> large", "large -> small"]
         assert ways[0].source is ways[1].target
+        assert {way.domain for way in ways} == {"held_out"}
 
     def test_prompts_are_not_those_of_the_evidence(self, family: Path) -> None:
         way = directions(family)[0]
@@ -152,7 +153,7 @@ class TestVerdict:
 
     def receipt(self) -> Receipt:
         return Receipt.model_construct(
-            tokens=127, native_tail=1, kl_bound=0.02, alpha=0.1, delta=0.05
+            tokens=127, native_tail=1, kl_bound=0.02, max_kl=0.05, alpha=0.1, delta=0.05
         )
 
     def test_better_than_every_cheap_way(self, family: Path) -> None:
@@ -186,7 +187,9 @@ class TestVerdict:
         assert result.mean("translated") == 0.01
         console = Console(record=True, width=100)
         show(console, [result])
-        assert "reprefill: no_evidence (1 of 2)" in console.export_text()
+        shown = console.export_text()
+        assert "reprefill (1 of 2)" in shown
+        assert "no evidence" in shown
 
     def test_nothing_translated_is_shown_as_nothing(self, family: Path) -> None:
         result = self.result(family, translated=math.nan, bare=0.1, tail=math.nan)

@@ -56,7 +56,7 @@ def fit_arguments(folder: Path, source: str, target: str, root: str = "artifacts
         "--source": folder / source,
         "--target": folder / target,
         "--calibration": text / "calibration.jsonl",
-        "--held-out": f"held_out={text / 'held_out.jsonl'}",
+        "--held-out": f"in_domain={text / 'held_out.jsonl'}",
         "--root": folder / root,
     }
     return ["fit", *(str(part) for option in options.items() for part in option)]
