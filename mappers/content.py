@@ -1,6 +1,6 @@
 """The source layers of one request in content space: each made once, kept while it is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class SourceContent:
     ``layers`` yields keys (as cached) and values per source layer, each of ``shape``, that is
     ``[T, H_s, D_s]``, any float dtype and device. Only the token rows ``rows`` are converted, and
     ``table``, which also says on which device, is for exactly these. ``wanted`` are the layers that
-    will be read at all: others are let go at once.
+    will be read at all: others are let go at once. ``heads_apart`` is for ``empty``.
     """
 
     def __init__(
@@ -30,16 +30,17 @@ class SourceContent:
         wanted: frozenset[int],
         dtype: torch.dtype,
         chunk_tokens: int,
+        heads_apart: bool = False,
     ) -> None:
         self._layers, self._pulled = layers, 0
         self._shape, self._table, self._rows, self._wanted = shape, table, rows, wanted
-        self._dtype, self._chunk_tokens = dtype, chunk_tokens
+        self._dtype, self._chunk_tokens, self._heads_apart = dtype, chunk_tokens, heads_apart
         self._waiting: dict[int, Layer] = {}
         self._content: dict[int, Layer] = {}
         self._free: list[Tensor] = []
 
     def read(self, layer: int) -> Layer:
-        """Keys and values of a source layer, ``[rows, H_s, D_s]``, contiguous, in ``dtype``."""
+        """Keys and values of a source layer, ``[rows, H_s, D_s]``, laid out by ``empty``."""
         if layer not in self._content:
             keys, values = self._pull(layer)
             self._content[layer] = (self._strip(keys), self._convert(values))
@@ -73,10 +74,7 @@ class SourceContent:
 
     def _strip(self, keys: Tensor) -> Tensor:
         device = self._table.cos.device
-        if self._free:
-            content = self._free.pop()
-        else:
-            content = torch.empty(keys.shape, dtype=self._dtype, device=device)
+        content = self._free.pop() if self._free else self._empty(keys)
         for start in range(0, keys.shape[0], self._chunk_tokens):
             stop = min(start + self._chunk_tokens, keys.shape[0])
             chunk = keys[start:stop].to(device, non_blocking=True)
@@ -85,4 +83,24 @@ class SourceContent:
 
     def _convert(self, values: Tensor) -> Tensor:
         """Values in the compute dtype; the very same memory where that changes nothing."""
+        if self._heads_apart:
+            return self._empty(values).copy_(values, non_blocking=True)
         return values.to(self._table.cos.device, self._dtype, non_blocking=True).contiguous()
+
+    def _empty(self, like: Tensor) -> Tensor:
+        device = self._table.cos.device
+        return empty(like.shape, dtype=self._dtype, device=device, heads_apart=self._heads_apart)
+
+
+def empty(
+    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, heads_apart: bool
+) -> Tensor:
+    """Memory for ``[T, H, D]``: token by token, or with ``heads_apart`` head by head.
+
+    A product over one head alone is faster where that head's rows follow one another: from a row to
+    the next of ``H * D`` numbers is often a power of two, which caches and their tags take badly.
+    """
+    if not heads_apart:
+        return torch.empty(*shape, dtype=dtype, device=device)
+    tokens, heads, dim = shape
+    return torch.empty(heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)

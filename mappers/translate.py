@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from mappers.content import Layer, SourceContent
+from mappers.content import Layer, SourceContent, empty
 from mappers.errors import LayoutError, NonFinite
-from mappers.geometry import Geometry
+from mappers.geometry import Geometry, head_groups
 from mappers.mapper import LayerMap, Mapper
 from mappers.recipes import check_shapes, recipe_of
 from mappers.recipes.contract import PreparedMap
@@ -85,8 +85,11 @@ class Translator:
         self.device = torch.device(device)
         self.compute_dtype = _compute_dtype(self.device, compute_dtype)
         # On a CPU what stays in its caches, on a GPU what fills it.
-        self.chunk_tokens = chunk_tokens or (512 if self.device.type == "cpu" else 8192)
+        self.chunk_tokens = chunk_tokens or (1024 if self.device.type == "cpu" else 8192)
         self._recipe = recipe_of(mapper)
+        groups = head_groups(self.geometry, self._recipe.structure)
+        self._source_apart = groups == self.geometry.source_heads > 1
+        self._target_apart = groups == self.geometry.target_heads > 1
         self._layers = tuple(self._prepare(mapper.layers))
         self._wanted = frozenset(j for layer in mapper.layers for j in layer.sources)
 
@@ -137,6 +140,7 @@ class Translator:
             wanted=self._wanted,
             dtype=self.compute_dtype,
             chunk_tokens=self.chunk_tokens,
+            heads_apart=self._source_apart,
         )
         return self._emit(content, request)
 
@@ -184,7 +188,12 @@ class Translator:
 
     def _emit(self, content: SourceContent, request: _Request) -> Iterator[Layer]:
         shape = (self.geometry.target_heads, self.geometry.target_dim)
-        workspace = torch.empty(self.chunk_tokens, *shape, device=self.device)
+        workspace = empty(
+            (self.chunk_tokens, *shape),
+            dtype=torch.float32,
+            device=self.device,
+            heads_apart=self._target_apart,
+        )
         for index, layer in enumerate(self._layers):
             keys, values = (
                 torch.empty(request.tokens, *shape, dtype=request.dtype, device=self.device)
@@ -217,8 +226,9 @@ class Translator:
         for start in range(0, out.shape[0], self.chunk_tokens):
             chunk = slice(start, min(start + self.chunk_tokens, out.shape[0]))
             written = out[chunk]
-            # Sums are float32 anyway: where the answer is too, they are made in its own memory.
-            mapped = written if out.dtype == torch.float32 else workspace[: written.shape[0]]
+            # Sums are float32 anyway: an answer of the same form gets them in its own memory.
+            direct = out.dtype == torch.float32 and not self._target_apart
+            mapped = written if direct else workspace[: written.shape[0]]
             self._recipe.apply(prepared, [content[chunk] for content in contents], mapped)
             if table is not None:
                 table.slice(chunk.start, chunk.stop).apply(mapped, out=written)

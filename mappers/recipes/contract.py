@@ -66,5 +66,6 @@ class Recipe(Protocol):
         """Convert a map for ``apply`` on this device in this compute dtype."""
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-        """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]``, contiguous, in the compute
-        dtype; every element of ``out``, float32 ``[T, H_t, D_t]``, contiguous, is overwritten."""
+        """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype;
+        every element of ``out``, float32 ``[T, H_t, D_t]``, is overwritten. Both lie token by
+        token, or head by head where each head is regressed alone (``content.empty``)."""

@@ -102,7 +102,9 @@ def _columns(layers: Sequence[int], block: int) -> Tensor:
 
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:
-    """``[T, H, D]`` as a view ``[G, T, H/G * D]``."""
+    """``[T, H, D]`` as a view ``[G, T, H/G * D]``; its heads may lie apart where G is H."""
+    if groups == tensor.shape[1]:
+        return tensor.transpose(0, 1)
     return tensor.view(tensor.shape[0], groups, -1).transpose(0, 1)
 
 
