@@ -19,7 +19,7 @@ curl --data-binary {file} -H 'Content-Type: application/vnd.safetensors' \\
 
 def demo(
     config: Config = None,
-    tokens: Annotated[int, typer.Option(min=128, help="Length of the prompts.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=128, help="Length of the prompts.")] = 512,
     prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 8,
     write_request: Annotated[
         Path | None,
