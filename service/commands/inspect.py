@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from service.commands.options import Config
+from service.settings import Settings
 
 if TYPE_CHECKING:
     from mappers.artifact import Artifact
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
+_SERVED = Settings.model_fields
 
 
 class Rule(NamedTuple):
@@ -33,13 +35,13 @@ def inspect(
     config: Config = None,
     max_kl: Annotated[
         float, typer.Option(min=0, help="Nats a token.", rich_help_panel=_RULE)
-    ] = 0.05,
+    ] = _SERVED["max_kl"].default,
     alpha: Annotated[
         float, typer.Option(help="Share of answers that may exceed it.", rich_help_panel=_RULE)
-    ] = 0.1,
+    ] = _SERVED["alpha"].default,
     delta: Annotated[
         float, typer.Option(help="1 - confidence of that.", rich_help_panel=_RULE)
-    ] = 0.05,
+    ] = _SERVED["delta"].default,
 ) -> None:
     """Show an artifact: pair, recipe, sizes, measured KL, and for which prompts it may be used.
 

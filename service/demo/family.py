@@ -20,8 +20,6 @@ from service.schemas import TranslateRequest
 from service.store import artifact_folders
 
 EMBEDDED = Path(mappers.demo.__file__).parent
-DOMAIN = "in_domain"
-"""What the evidence calls the kind of text that ``prompts`` gives."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class TestLookAt:
             folder.name,
             "full_head, 2 source layers",
             "theta 20,000",
-            "held_out",
+            "in_domain",
             "tail 1",
         ):
             assert word in result.stdout

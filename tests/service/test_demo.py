@@ -40,7 +40,7 @@ class TestFamily:
         ways = directions(family)
         assert [way.label for way in ways] == ["small -> large", "large -> small"]
         assert ways[0].source is ways[1].target
-        assert {way.domain for way in ways} == {"held_out"}
+        assert {way.domain for way in ways} == {"in_domain"}
 
     def test_prompts_are_not_those_of_the_evidence(self, family: Path) -> None:
         way = directions(family)[0]
