@@ -17,7 +17,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
         caption=f"means over {len(first.readings)} prompts, times are medians; "
         "KL in nats a token against the target's own cache",
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for result in results:
         table.add_column(result.direction.label, justify="right")
     columns = [_figures(result) for result in results]
@@ -32,25 +32,25 @@ def _figures(result: Result) -> dict[str, str]:
     receipts = [answer.receipt for answer in result.translated]
     bounds = sorted(r.kl_bound for r in receipts if r.kl_bound is not None)
     thresholds = {f"{r.max_kl:g}" for r in receipts}
-    rules = {f"for {1 - r.alpha:.0%} of prompts, {1 - r.delta:.0%} sure" for r in receipts}
+    rules = {f"{1 - r.alpha:.0%}, {1 - r.delta:.0%}" for r in receipts}
     refused = {r.reason.replace("_", " ") for r in result.refused}
     return {
         "decision": _decision(result),
         "  why not": ", ".join(sorted(refused)) or "-",
         "tokens translated": _each({r.tokens for r in receipts}),
-        "native tail, read by the target": _each({r.native_tail for r in receipts}),
+        "native tail, read by target": _each({r.native_tail for r in receipts}),
         "KL, translated": f"[bold]{nats(result.mean('translated'))}[/]",
         "  threshold": ", ".join(sorted(thresholds)) or "-",
         "  certified bound": nats(bounds[-1] if bounds else None),
-        "  which holds": ", ".join(sorted(rules)) or "-",
-        f"KL, only the last {BARE_TAIL} tokens read": nats(result.mean("bare")),
-        "KL, only the native tail read": nats(result.mean("bare_same_tail")),
+        "  prompts below it, confidence": ", ".join(sorted(rules)) or "-",
+        f"KL, only last {BARE_TAIL} tokens read": nats(result.mean("bare")),
+        "KL, only native tail read": nats(result.mean("bare_same_tail")),
         "KL, no context": nats(result.mean("no_context")),
         "top-1 agreement": percent(result.mean("translated", "top1")),
         "gap recovered": percent(result.gap),
         "context recovered": percent(result.context),
         "translate, HTTP round trip": f"{result.round_trip_ms:.1f} ms",
-        "  of which the server translates": f"{result.server_ms:.1f} ms",
+        "  of which translating": f"{result.server_ms:.1f} ms",
         "target's own prefill": f"{result.prefill_ms:.1f} ms",
     }
 

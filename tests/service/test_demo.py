@@ -86,7 +86,7 @@ def test_the_whole_demonstration(family: Path) -> None:
         "small -> large",
         "large -> small",
         "translate (2 of 2)",
-        "KL, only the last 64 tokens read",
+        "KL, only last 64 tokens read",
         "gap recovered",
         "target, translated",
         "make serve",
