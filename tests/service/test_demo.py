@@ -105,7 +105,7 @@ def test_the_curl_line_works(family: Path, tmp_path: Path) -> None:
     with ServerProcess([family / "artifacts"]) as server:
         line = line.replace("http://127.0.0.1:8080", server.url)
         ran = subprocess.run(
-            ["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            ["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
     assert ran.returncode == 0, ran.stderr
     assert "kvt-decision: translate" in ran.stdout.lower()
