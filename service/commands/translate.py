@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from service.answer import refusal
 from service.commands.exits import Code, Failure
 from service.commands.options import Config, Device
-from service.upload import CHUNK_BYTES, CONTENT_TYPE
 
 if TYPE_CHECKING:
     from service.settings import Settings
     from service.state import Service
 
+_CHUNK_BYTES = 1 << 20
 _CODES = {
     "identity_mismatch": Code.IDENTITY,
     "pair_not_found": Code.IDENTITY,
@@ -79,7 +78,7 @@ class Exchange:
     @property
     def scope(self) -> dict[str, Any]:
         """What the application is told of the request."""
-        headers = {"content-type": CONTENT_TYPE, "content-length": str(self._left)}
+        headers = {"content-type": "application/vnd.safetensors", "content-length": str(self._left)}
         return {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -99,7 +98,7 @@ class Exchange:
         """The next chunk; after the last, nothing for ever, as from a client that waits."""
         if self._sent:
             await asyncio.Event().wait()
-        chunk = self._source.read(CHUNK_BYTES)
+        chunk = self._source.read(_CHUNK_BYTES)
         self._left -= len(chunk)
         # A file that shrinks while it is read ends the body early, and the service says so.
         self._sent = self._left <= 0 or not chunk
@@ -136,6 +135,8 @@ class Exchange:
         )
 
     def _failure(self) -> Failure:
+        from service.answer import refusal
+
         said = refusal(self.status, self.headers, bytes(self._document))
         if self.status == 200:
             return Failure(Code.REPREFILL, f"re-prefill: {said.reason}: {said.detail}")
