@@ -10,7 +10,7 @@ On disk the rows are one table, ``{"columns": [...], "values": [[...], ...]}``.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, Self
@@ -160,6 +160,7 @@ def decide(
     prefix_known: bool,
     max_kl: float,
     max_native_tail: int | None = None,
+    native_tails: Collection[int] | None = None,
     alpha: float,
     delta: float,
 ) -> Verdict:
@@ -168,7 +169,8 @@ def decide(
     ``domain`` None asks for every measured domain at once, so the worst decides; ``hops`` is the
     number of translations before this one. Between two measured lengths both must pass. Tails are
     tested from the largest allowed down and testing stops at the first that fails (fixed sequence),
-    so the level holds for the tail that is chosen without correction. Reasons: ``no_evidence``,
+    so the level holds for the tail that is chosen without correction. ``native_tails``: the only
+    ones that may be chosen (None: all that were measured). Reasons: ``no_evidence``,
     ``drift_budget_exhausted``, ``length_not_certified``, ``certified_kl_exceeds_threshold``.
     """
     buckets = _buckets(evidence, domain, prefix_known)
@@ -184,6 +186,8 @@ def decide(
     if not all(around):
         return _refusal("length_not_certified")
     cells = [table[n] for table, lengths in zip(tables, around, strict=True) for n in lengths]
+    if native_tails is not None:
+        cells = [{w: kls for w, kls in cell.items() if w in native_tails} for cell in cells]
     limit = tokens - 1 if max_native_tail is None else min(max_native_tail, tokens - 1)
     return _smallest_tail(cells, limit, max_kl, alpha, delta)
 

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
 from service.errors import Problem
+from service.policy import Word
 
 Decision = Literal["translate", "reprefill"]
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 MAX_DOCUMENT_CHARS = 16 * 1024
 MAX_DEPTH = 16
 
@@ -50,6 +50,9 @@ class TranslateRequest(BaseModel):
     )
     domain: Word | None = Field(None, description="Kind of text, as named in the evidence.")
     hops: int = Field(0, ge=0, le=64, description="Translations that this cache has been through.")
+    session_id: str | None = Field(
+        None, min_length=1, max_length=256, description="Conversation whose drift is added up."
+    )
     reprefill_ms: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="What the caller pays without a translation."
     )
@@ -68,14 +71,24 @@ class TranslateRequest(BaseModel):
         return next((layout for layout in Layout if layout == value), value)
 
 
+class ShadowRequest(BaseModel):
+    """The caller is asked to measure the KL of this answer and to post it to ``/feedback``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answer_id: str
+    token: str = Field(description="Proves that the answer was given to whoever posts its KL.")
+    expires_seconds: float = Field(description="Time to post it, from the answer on.")
+
+
 class Receipt(BaseModel):
     """What an answer with tensors says of itself, under ``kvt`` in their metadata.
 
     ``tokens`` rows are answered, from ``start_position``; the target reads the ``native_tail`` rows
     after them itself. Certified: among such requests P(KL > ``kl_bound``) <= ``alpha`` with
     confidence 1 - ``delta``, from ``rows`` measured documents. ``unproven`` marks an answer of a
-    service that was told to do without evidence. Equal requests have equal receipts: the id of the
-    request is in the headers only.
+    service that was told to do without evidence. Equal requests have equal receipts, but for those
+    that the service picks for ``shadow``: the id of any other answer is in the headers only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,6 +111,7 @@ class Receipt(BaseModel):
     guarantee: str
     unproven: bool
     token_ids_sha256: str | None
+    shadow: ShadowRequest | None = None
 
 
 class Reprefill(BaseModel):
@@ -168,6 +182,20 @@ class SideInfo(BaseModel):
     head_dim: int
 
 
+class BreakerInfo(BaseModel):
+    """The sequential test of one kind of request; only those with feedback are listed."""
+
+    domain: str
+    max_tokens: int = Field(description="The longest prompts of its length bucket.")
+    state: Literal["closed", "open", "half_open"]
+    e_value: float = Field(description="Evidence that it is too bad; opens at 1 / delta.")
+    close_e_value: float = Field(description="Evidence that it is good again, when half-open.")
+    samples: int = Field(description="KLs counted since it last opened or closed.")
+    violations: int
+    clients: int = Field(description="Clients that these came from, as far as remembered.")
+    opened_seconds_ago: float | None
+
+
 class MapperInfo(BaseModel):
     """A mapper that the service knows, and the state it is in."""
 
@@ -181,6 +209,7 @@ class MapperInfo(BaseModel):
     evidence_rows: int
     certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
     error: str | None = Field(description="Why it could not be loaded.")
+    breakers: list[BreakerInfo] = Field(default_factory=list)
 
 
 class MapperList(BaseModel):

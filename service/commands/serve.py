@@ -99,14 +99,31 @@ _GROUPS = {
         "delta",
         "default_domain",
         "allow_unproven",
+        "domains",
+        "native_tails",
+        "drift_budget",
+    ),
+    "When earlier answers were not good enough": (
+        "state",
+        "shadow_rate",
+        "breaker_eps",
+        "breaker_delta",
+        "breaker_close_delta",
+        "breaker_cool_down_seconds",
+        "breaker_probes",
+        "breaker_quorum",
+        "feedback_seconds",
+        "feedback_token",
     ),
     "Operation": ("admin_token", "log_level", "log_json", "drain_seconds", "drain_notice_seconds"),
 }
+# Settings that have more than one value in them.
+_FILE_ONLY = {"pairs"}
 _PANELS = {name: panel for panel, names in _GROUPS.items() for name in names}
 
 serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        *(_option(name, field) for name, field in Settings.model_fields.items()),
+        *(_option(n, field) for n, field in Settings.model_fields.items() if n not in _FILE_ONLY),
     ]
 )
