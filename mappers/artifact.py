@@ -13,6 +13,7 @@ SHA256SUMS           digests of all of these; its own digest is the artifact's
 from the manifest and the recipe before any weight is read; whatever differs is refused.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from mappers.errors import ArtifactError, KVTranslatorError
 from mappers.evidence import Evidence
 from mappers.folder import OpenFolder, Parts, find, open_folder, publish_folder
 from mappers.geometry import Geometry
+from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
 from mappers.mapper import AffineMap, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
@@ -97,7 +99,7 @@ def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None)
         **{name: [memoryview(part) for part in parts] for name, parts in kept.items()},
         **_findings(evidence, report_html),
     }
-    return publish_folder(path.parent, manifest.mapper_id, files)
+    return publish_folder(Path(os.path.abspath(path)).parent, manifest.mapper_id, files)
 
 
 def load(path: Path) -> Artifact:
@@ -194,17 +196,19 @@ def _read_manifest(folder: OpenFolder, path: Path) -> Manifest:
         manifest = Manifest.model_validate_json(raw)
     except (strict_json.BadJSON, ValidationError, KVTranslatorError) as error:
         raise ArtifactError(f"{MANIFEST}: {_why(error)}") from error
-    if manifest.mapper_id != path.absolute().name:
+    if manifest.mapper_id != Path(os.path.abspath(path)).name:
         raise ArtifactError(f"the folder is not named as its mapper, {manifest.mapper_id}")
     return manifest
 
 
 def _why(error: Exception) -> str:
     """What is wrong, without the value that is."""
+    if isinstance(error, TypeError):
+        return "not of the form of the format"
     if not isinstance(error, ValidationError):
         return str(error)
     fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}"
+    return f"{shown('.'.join(str(part) for part in fault['loc']))}: {fault['msg']}"
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
@@ -278,5 +282,6 @@ def _evidence(raw: bytearray | None) -> Evidence | None:
         return None
     try:
         return Evidence.model_validate_json(bytes(raw))
-    except ValidationError as error:
+    except (ValidationError, TypeError) as error:
+        # TypeError: a table whose columns are no names.
         raise ArtifactError(f"{EVIDENCE}: {_why(error)}") from error

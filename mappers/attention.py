@@ -5,7 +5,7 @@ Everything else is refused with a reason word of its own, and a family that is n
 refused too: an unknown part is never taken for a plain one.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PretrainedConfig
 
@@ -95,7 +95,7 @@ def key_norm(config: PretrainedConfig) -> bool:
     if family in _SWITCHED_KEYS:
         return bool(getattr(config, _SWITCHED_KEYS[family]))
     if family not in _PLAIN_KEYS | _NORMED_KEYS:
-        _refuse("unknown_architecture", "this family's key norm is not known; pass k_norm")
+        _refuse("unknown_architecture", "this family is not known")
     return family in _NORMED_KEYS
 
 
@@ -132,5 +132,5 @@ def _shares_layers(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "num_kv_shared_layers", 0)) or "reuse" in modes
 
 
-def _refuse(reason: str, why: str) -> None:
+def _refuse(reason: str, why: str) -> NoReturn:
     raise UnsupportedModel(reason, f"this model's cache cannot be translated: {why}")

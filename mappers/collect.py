@@ -65,7 +65,8 @@ def collect(
                 content(take(pair[0], rows), source.identity.rope, length=len(ids)),
                 content(take(pair[1], rows), target.identity.rope, length=len(ids)),
             )
-        if checkpoints is not None and (index + 1) % checkpoints.every_windows == 0:
+        last = index + 1 == len(corpus.windows)
+        if checkpoints is not None and (last or (index + 1) % checkpoints.every_windows == 0):
             _save(checkpoints, corpus, moments, index + 1)
     return moments
 

@@ -31,7 +31,7 @@ class SourceContent:
         dtype: torch.dtype,
         chunk_tokens: int,
     ) -> None:
-        self._layers = enumerate(layers)
+        self._layers, self._pulled = layers, 0
         self._shape, self._table, self._rows, self._wanted = shape, table, rows, wanted
         self._dtype, self._chunk_tokens = dtype, chunk_tokens
         self._waiting: dict[int, Layer] = {}
@@ -55,18 +55,21 @@ class SourceContent:
             pulled = next(self._layers, None)
             if pulled is None:
                 raise LayoutError(f"the source ended before its layer {layer}")
-            index, (keys, values) = pulled
+            # Counted by hand: enumerate would hold on to the layer that it gave out last.
+            index, self._pulled = self._pulled, self._pulled + 1
             if index in self._wanted:
-                self._waiting[index] = (self._checked(index, keys), self._checked(index, values))
+                self._waiting[index] = self._checked(index, pulled)
         return self._waiting.pop(layer)
 
-    def _checked(self, layer: int, tensor: Tensor) -> Tensor:
-        if tuple(tensor.shape) != self._shape or not tensor.is_floating_point():
-            raise LayoutError(
-                f"source layer {layer} must be floats {list(self._shape)}, "
-                f"not {tensor.dtype} {list(tensor.shape)}"
-            )
-        return tensor.detach()[self._rows]
+    def _checked(self, index: int, layer: Layer) -> Layer:
+        for tensor in layer:
+            if tuple(tensor.shape) != self._shape or not tensor.is_floating_point():
+                raise LayoutError(
+                    f"source layer {index} must be floats {list(self._shape)}, "
+                    f"not {tensor.dtype} {list(tensor.shape)}"
+                )
+        keys, values = layer
+        return keys.detach()[self._rows], values.detach()[self._rows]
 
     def _strip(self, keys: Tensor) -> Tensor:
         device = self._table.cos.device

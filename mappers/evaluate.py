@@ -11,7 +11,7 @@ from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
 from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.mapper import Mapper
-from mappers.metrics import compare
+from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
 from mappers.progress import steps
@@ -102,51 +102,51 @@ def measure_domain(
     wrong = read_document(*pair, windows[1], lengths) if len(windows) > 1 else None
     for number in steps(range(len(windows)), f"evaluating {domain}", show=progress):
         reading = read_document(*pair, windows[number], lengths)
-        label = _Label(corpus.names[number], domain, reading)
         for length in reading.lengths:
-            rows.extend(_whole(label, length))
+            prompt = _Prompt(corpus.names[number], domain, reading, length)
+            rows.extend(_whole(prompt))
             for tail in sorted({*native_tails, *BARE_TAILS}):
                 if tail < length:
                     over = _caches(reading, wrong, length) if tail in native_tails else {}
-                    rows.extend(_tails(target, label, over, length, tail))
+                    rows.extend(_tails(target, prompt, over, tail))
         wrong = reading
     return rows
 
 
-class _Label:
-    """What all rows of one document have in common, and how one of them is made."""
+class _Prompt:
+    """The first ``length`` tokens of one document: what its rows have in common."""
 
-    def __init__(self, document: str, domain: str, reading: Reading) -> None:
-        self.document, self.domain, self.reading = document, domain, reading
+    def __init__(self, document: str, domain: str, reading: Reading, length: int) -> None:
+        self.document, self.domain, self.length = document, domain, length
+        self.ids, at = reading.ids, reading.lengths.index(length)
+        self.native_logits = reading.native_logits[at]
+        self.source_logits = reading.source_logits[at]
+        self.reference = Reference(self.native_logits, reading.next_ids(length))
 
-    def row(
-        self, arm: Arm, length: int, logits: Tensor, *, tail: int, known: bool = False
-    ) -> EvidenceRow:
+    def row(self, arm: Arm, logits: Tensor, *, tail: int, known: bool = False) -> EvidenceRow:
         """One row from the arm's logits [32, vocabulary]."""
-        native = self.reading.native_logits[self.reading.lengths.index(length)]
-        measures = compare(native, logits, self.reading.next_ids(length))
         return EvidenceRow(
             document=self.document,
             domain=self.domain,
-            length=length,
+            length=self.length,
             native_tail=tail,
             prefix_known=known,
             arm=arm,
-            **measures._asdict(),
+            **self.reference.compare(logits)._asdict(),
         )
 
 
-def _whole(label: _Label, length: int) -> Iterator[EvidenceRow]:
+def _whole(prompt: _Prompt) -> Iterator[EvidenceRow]:
     """The arms without a tail: the target reads everything, or nothing at all."""
-    at = label.reading.lengths.index(length)
-    yield label.row(Arm.NATIVE, length, label.reading.native_logits[at], tail=length)
-    yield label.row(Arm.SOURCE_ALONE, length, label.reading.source_logits[at], tail=0)
+    yield prompt.row(Arm.NATIVE, prompt.native_logits, tail=prompt.length)
+    yield prompt.row(Arm.SOURCE_ALONE, prompt.source_logits, tail=0)
 
 
 _Key = tuple[Arm, bool]
 
 
 def _caches(reading: Reading, wrong: Reading | None, length: int) -> dict[_Key, KVCache]:
+    """Whose caches a tail is read over, by arm and whether the first tokens are exact."""
     caches = {
         (Arm.TRANSLATED, True): reading.prefix_known,
         (Arm.TRANSLATED, False): reading.prefix_unknown,
@@ -157,14 +157,14 @@ def _caches(reading: Reading, wrong: Reading | None, length: int) -> dict[_Key, 
 
 
 def _tails(
-    target: LoadedModel, label: _Label, over: dict[_Key, KVCache], length: int, tail: int
+    target: LoadedModel, prompt: _Prompt, over: dict[_Key, KVCache], tail: int
 ) -> Iterator[EvidenceRow]:
     """The arms with a tail, those over a cache in one batch."""
-    ids = label.reading.ids
     bare = Arm.NO_CONTEXT if tail == 1 else Arm.LAST_TOKENS
-    alone = read_tail(target, [], ids, length=length, tail=tail)[0]
-    yield label.row(bare, length, alone, tail=tail)
+    alone = read_tail(target, [], prompt.ids, length=prompt.length, tail=tail)[0]
+    yield prompt.row(bare, alone, tail=tail)
     if over:
-        batch = read_tail(target, list(over.values()), ids, length=length, tail=tail)
+        caches = list(over.values())
+        batch = read_tail(target, caches, prompt.ids, length=prompt.length, tail=tail)
         for (arm, known), logits in zip(over, batch, strict=True):
-            yield label.row(arm, length, logits, tail=tail, known=known)
+            yield prompt.row(arm, logits, tail=tail, known=known)

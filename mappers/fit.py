@@ -57,7 +57,7 @@ def fit_pair(
     moments = _moments(plan, source, target, corpus, progress)
     selection = select(moments, plan.k, plan.ridge)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
-    folder = artifact.publish(plan.root, mapper, _facts(plan, corpus, moments, selection))
+    folder = artifact.publish(plan.root, mapper, manifest_facts(plan, corpus, moments, selection))
     if texts:
         # From the disk, so that what is measured is what will be served.
         loaded = artifact.load(folder)
@@ -141,9 +141,10 @@ def _moments(
     )
 
 
-def _facts(
+def manifest_facts(
     plan: FitPlan, corpus: Corpus, moments: PairMoments, selection: Selection
 ) -> ManifestFacts:
+    """What the manifest says of a fit beside what the mapper itself shows."""
     return ManifestFacts(
         ridge=plan.ridge,
         r2_keys=_matrix(selection.r2_keys),

@@ -68,8 +68,10 @@ def open_folder(path: Path) -> Iterator[OpenFolder]:
     Raises ``ArtifactError`` when it is missing, when something in it is not a plain file, or when
     its files are not exactly those that ``SHA256SUMS`` lists.
     """
+    # Of "." and "..", too, the name is needed.
+    absolute = Path(os.path.abspath(path))
     with contextlib.ExitStack() as stack:
-        files = _open_settled(path, stack)
+        files = _open_settled(absolute, stack)
         if SUMS not in files:
             raise ArtifactError(f"the artifact has no {SUMS}")
         raw = _read_all(files[SUMS], SUMS, _SUMS_BYTES_AT_MOST)
@@ -83,7 +85,8 @@ def publish_folder(root: Path, name: str, files: Mapping[str, Parts]) -> Path:
     """Write ``files`` and their ``SHA256SUMS`` as ``<root>/<name>``, replacing an older one.
 
     A file is given as its parts, in order. Whatever fails or crashes, readers see the old folder or
-    the new one. Raises ``ArtifactError`` when the disk refuses; the old folder is then in place.
+    the new one, whole. Raises ``ArtifactError`` when the disk refuses; the old folder is then in
+    place, or the new one if the disk failed only after it was.
     """
     if NAME.fullmatch(name) is None:
         raise ArtifactError("the name of an artifact must be one plain path component")
@@ -137,6 +140,8 @@ def _gone(name: str) -> str:
 
 def _open_settled(path: Path, stack: contextlib.ExitStack) -> dict[str, int]:
     """Descriptors by name of a folder that nobody was replacing while they were opened."""
+    if not path.name:
+        raise ArtifactError("the root of a file system is no artifact")
     for _ in range(_ATTEMPTS):
         for candidate in (path, path.with_name(_previous(path.name))):
             with contextlib.ExitStack() as attempt:

@@ -83,17 +83,17 @@ class ModelIdentity(_Sided):
         kv_dtype: StorageDtype | None = None,
         kv_scales: ScaleScheme = "none",
         adapter: str | None = None,
-        k_norm: bool | None = None,
     ) -> Self:
-        """The identity of a model with this config.
+        """The identity of a model with this config; ``kv_dtype`` is ``dtype`` unless given.
 
-        ``k_norm`` is needed only for families that ``mappers/attention.py`` does not know. Raises
-        ``UnsupportedModel`` with a reason word for every cache that cannot be translated, and for a
-        config that does not state its rotary embedding.
+        Raises ``UnsupportedModel`` with a reason word for every cache that cannot be translated
+        (``mappers/attention.py`` and ``Rope.from_config`` list them), for a family that is not
+        known, and for a config that does not state its rotary embedding.
         """
         decoder = decoder_config(config)
         kinds = attention_kinds(decoder)
         kv_heads, head_dim = head_sizes(decoder)
+        k_norm = key_norm(decoder)
         return cls.model_validate(
             {
                 "model": model,
@@ -106,7 +106,7 @@ class ModelIdentity(_Sided):
                 "dtype": dtype,
                 "kv_dtype": kv_dtype or dtype,
                 "kv_scales": kv_scales,
-                "k_norm": key_norm(decoder) if k_norm is None else k_norm,
+                "k_norm": k_norm,
                 "quantization": _quantization(config),
                 "adapter": adapter,
                 "tokenizer_digest": tokenizer_digest,

@@ -14,17 +14,27 @@ class Measures(NamedTuple):
     nll: float
 
 
-def compare(native: Tensor, arm: Tensor, next_ids: Tensor) -> Measures:
-    """Compare logits ``native`` and ``arm``, each [N, vocabulary], at the true ``next_ids`` [N].
+class Reference:
+    """The native next-token distributions at N positions, for any number of arms to be held to.
 
-    Any float dtype; computed in float64, where the KL of equal logits is 0 and rounding below zero
-    is cut off. Values that are not finite stay so.
+    ``native``: logits [N, vocabulary], any float dtype. ``next_ids``: the text's own tokens, int64
+    [N]. All is computed in float64, where the KL of equal logits is 0.
     """
-    p, q = (logits.double().log_softmax(-1) for logits in (native, arm))
-    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0)
-    nll = -q.gather(-1, next_ids.to(q.device)[:, None])
-    top1 = (p.argmax(-1) == q.argmax(-1)).double().mean()
-    return Measures(*(_rounded(t) for t in (kl.mean(), kl.max(), top1, nll.mean())))
+
+    def __init__(self, native: Tensor, next_ids: Tensor) -> None:
+        self.log_p = native.double().log_softmax(-1)
+        self.p = self.log_p.exp()
+        self.best = self.log_p.argmax(-1)
+        self.next_ids = next_ids.to(native.device)[:, None]
+
+    def compare(self, arm: Tensor) -> Measures:
+        """The measures of an arm's logits [N, vocabulary]; values that are not finite stay so."""
+        log_q = arm.double().log_softmax(-1)
+        # Rounding below zero is cut off.
+        kl = (self.p * (self.log_p - log_q)).sum(-1).clamp(min=0)
+        nll = -log_q.gather(-1, self.next_ids)
+        top1 = (self.best == log_q.argmax(-1)).double().mean()
+        return Measures(*(_rounded(t) for t in (kl.mean(), kl.max(), top1, nll.mean())))
 
 
 def gap_recovered(source_nll: float, translated_nll: float, native_nll: float) -> float:

@@ -8,12 +8,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from mappers.attention import attention_kinds, decoder_config
 from mappers.cache import DTYPES
 from mappers.errors import UnsupportedModel
 from mappers.identity import ModelIdentity, tokenizer_digest, weights_digest
@@ -55,11 +58,12 @@ class LoadedModel:
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
     """Load ``spec`` onto ``device``.
 
-    Raises UnsupportedModel, with a reason, for an attention kind whose cache cannot be translated,
-    before any weight is read where the config shows it.
+    Raises UnsupportedModel, with a reason: ``model_not_found``, or an attention kind whose cache
+    cannot be translated, before any weight is read where the config shows it.
     """
     origin: dict[str, Any] = {"revision": spec.revision, "gguf_file": spec.gguf_file}
     origin = {key: value for key, value in origin.items() if value is not None}
+    attention_kinds(decoder_config(_config(spec, origin)))
     tokenizer = AutoTokenizer.from_pretrained(spec.path, **origin)
     model = AutoModelForCausalLM.from_pretrained(spec.path, dtype=DTYPES[spec.dtype], **origin)
     if spec.drop_layers:
@@ -73,6 +77,16 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
     return LoadedModel(model, tokenizer, identity)
+
+
+def _config(spec: ModelSpec, origin: dict[str, Any]) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(spec.path, **origin)
+    except OSError as error:
+        raise UnsupportedModel(
+            "model_not_found", "no model there: expected a local folder with a config, or a hub id"
+        ) from error
+    return config
 
 
 def drop_layers(model: PreTrainedModel, dropped: Iterable[int]) -> None:

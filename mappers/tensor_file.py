@@ -7,7 +7,7 @@ to the letter, and the tensors are views of the bytes that were hashed.
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,9 @@ def unpack(data: bytearray) -> dict[str, Tensor]:
     if len(data) < _LENGTH_BYTES or length > min(len(data) - _LENGTH_BYTES, HEADER_BYTES_AT_MOST):
         raise ArtifactError("a tensor file is too short for its header, or the header is too long")
     start = _LENGTH_BYTES + length
-    entries = _entries(data[_LENGTH_BYTES:start])
-    tensors: dict[str, Tensor] = {}
-    position = 0
-    for name, dtype, shape, begin, end in sorted(entries, key=lambda entry: entry[3:]):
-        count = math.prod(shape)
-        if begin != position or end - begin != count * dtype.itemsize:
-            raise ArtifactError("the tensors of a file do not cover it exactly once")
-        view = torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin)
-        tensors[name] = view.reshape(shape)
-        position = end
-    if position != len(data) - start:
-        raise ArtifactError("a tensor file has bytes that belong to no tensor")
-    return tensors
+    entries = sorted(_entries(data[_LENGTH_BYTES:start]), key=lambda entry: entry.begin)
+    _check_cover(entries, len(data) - start)
+    return {entry.name: _view(data, start, entry) for entry in entries}
 
 
 def pack(tensors: Mapping[str, Tensor]) -> list[memoryview]:
@@ -80,7 +70,29 @@ def _raw(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-_Entry = tuple[str, torch.dtype, tuple[int, ...], int, int]
+class _Entry(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _check_cover(entries: list[_Entry], data_bytes: int) -> None:
+    position = 0
+    for entry in entries:
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        if entry.begin != position or entry.end != position + size:
+            raise ArtifactError("the tensors of a file do not cover it exactly once")
+        position = entry.end
+    if position != data_bytes:
+        raise ArtifactError(f"the tensors of a file need {position} bytes, it has {data_bytes}")
+
+
+def _view(data: bytearray, start: int, entry: _Entry) -> Tensor:
+    count = math.prod(entry.shape)
+    flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=start + entry.begin)
+    return flat.reshape(entry.shape)
 
 
 def _entries(raw: bytearray) -> list[_Entry]:
@@ -103,7 +115,7 @@ def _checked(header: dict[str, Any]) -> Iterator[_Entry]:
             raise ArtifactError(f"a tensor has a dtype other than {', '.join(_DTYPES)}")
         if not (_sizes(shape, least=1) and _sizes(span, least=0) and len(span) == 2):
             raise ArtifactError("a tensor's shape or offsets are not sizes")
-        yield name, _DTYPES[dtype], tuple(shape), span[0], span[1]
+        yield _Entry(name, _DTYPES[dtype], tuple(shape), span[0], span[1])
 
 
 def _sizes(value: object, *, least: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import typer
 
+from service.commands.demo import demo
 from service.commands.evaluate import evaluate
 from service.commands.exits import OneLineErrors
 from service.commands.fit import fit
@@ -11,7 +12,7 @@ from service.commands.inspect import inspect
 from service.commands.serve import serve
 from service.commands.translate import translate
 from service.commands.verify import verify
-from service.commands.vsr import export
+from service.commands.vsr import export, import_
 
 app = typer.Typer(
     name="kvt",
@@ -27,14 +28,14 @@ app = typer.Typer(
 )
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Use": (serve, translate),
+    "Use": (demo, serve, translate),
     "Make": (fit, evaluate),
     "Look at": (inspect, verify),
-    "Exchange": (export,),
+    "Exchange": (export, import_),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ class Client:
     def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
         try:
             answer = open_answer(response.status_code, response.headers, request)
-            for chunk in response.iter_raw():
+            for chunk in response.iter_bytes():
                 answer.feed(chunk)
             return answer.outcome()
         except BadAnswer as error:
@@ -157,7 +157,7 @@ class AsyncClient:
     async def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
         try:
             answer = open_answer(response.status_code, response.headers, request)
-            async for chunk in response.aiter_raw():
+            async for chunk in response.aiter_bytes():
                 answer.feed(chunk)
             return answer.outcome()
         except BadAnswer as error:

@@ -48,6 +48,7 @@ CODES: dict[str, Kind] = {
     "dtype_unsupported": Kind(422, "A tensor has a dtype that does not fit"),
     "unsupported_model": Kind(422, "This kind of model cannot be translated", unsupported=True),
     "layout_error": Kind(422, "The tensors do not fit the declared layout"),
+    "head_too_large": Kind(431, "The request's head is too large"),
     "overloaded": Kind(429, "Too many requests are in flight", retryable=True),
     "client_disconnect": Kind(499, "The client went away"),
     "internal": Kind(500, "The service has a fault"),

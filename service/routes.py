@@ -89,7 +89,7 @@ async def feedback(request: Request, service: TheService) -> FeedbackReceipt:
     return receipt
 
 
-def _admin(request: Request, service: TheService) -> None:
+async def _admin(request: Request, service: TheService) -> None:
     token = service.settings.admin_token
     if token is None:
         raise Problem("admin_off", "no admin token is configured")

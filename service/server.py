@@ -1,11 +1,14 @@
 """The process: uvicorn with a front door that has deadlines, and a shutdown that loses nothing."""
 
 import asyncio
+import http
 import logging
+import re
 import socket
+import uuid
 from types import FrameType
-from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -16,7 +19,8 @@ from service.problems import render
 from service.settings import Settings
 from service.state import Service
 
-MAX_REQUEST_HEAD_BYTES = 32 * 1024
+MAX_HEAD_BYTES = 32 * 1024
+END_OF_HEAD = re.compile(rb"\n\r?\n")
 KEEP_ALIVE_SECONDS = 5
 BACKLOG = 512
 
@@ -48,7 +52,7 @@ class Server(uvicorn.Server):
                 app,
                 # h11 bounds a request's head and refuses malformed framing; httptools does not.
                 http=front_door,
-                h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -102,6 +106,11 @@ class _FrontDoor(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.app_state = {**self.app_state, "kvt.abort": transport.abort}
         super().connection_made(transport)
+        # asyncio does this only for sockets whose protocol number is stated, which
+        # socket.create_server leaves at 0; without it every answer waits 40 ms for an ACK.
+        connection = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._deadline = self.loop.call_later(self.header_seconds, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -114,21 +123,29 @@ class _FrontDoor(H11Protocol):
         if self.cycle is not before:
             self._stop_deadline()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # The next head on this connection has a deadline from its first byte on; until then
-        # uvicorn's keep-alive timeout runs.
-
     def data_received(self, data: bytes) -> None:
-        idle = self.cycle is not None and self.cycle.response_complete
-        if idle and self._deadline is None and not self.transport.is_closing():
-            self._deadline = self.loop.call_later(self.header_seconds, self._too_slow)
+        if self.conn.their_state is h11.IDLE:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(self.header_seconds, self._too_slow)
+            # h11 judges a head by its size only while it is incomplete, and one read can hold a
+            # large one that is complete.
+            head = self.conn.trailing_data[0] + data
+            if len(head) > MAX_HEAD_BYTES and not END_OF_HEAD.search(head, 0, MAX_HEAD_BYTES):
+                self._refuse(Problem("head_too_large", f"at most {MAX_HEAD_BYTES} bytes are read"))
+                return
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        answer = render(Problem("bad_request", "this is not HTTP/1.1 as it should be"), "none")
+        """uvicorn calls this for bytes that are not HTTP."""
+        self._refuse(Problem("bad_request", "this is not HTTP/1.1 as it should be"))
+
+    def _refuse(self, problem: Problem) -> None:
+        if self.transport.is_closing():
+            return
+        answer = render(problem, uuid.uuid4().hex)
+        status = http.HTTPStatus(problem.kind.status)
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n"
+            b"HTTP/1.1 %d %s\r\nconnection: close\r\n" % (status, status.phrase.encode())
             + b"".join(b"%s: %s\r\n" % header for header in answer.raw_headers)
             + b"\r\n"
             + bytes(answer.body)

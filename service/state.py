@@ -37,7 +37,7 @@ class Service:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
 
-def service_of(request: Request) -> Service:
-    """The service behind a request."""
+async def service_of(request: Request) -> Service:
+    """The service behind a request; a coroutine, since FastAPI gives plain functions a thread."""
     service: Service = request.app.state.service
     return service

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 console = Console()
 
 SMALL = Plan(name="small", layers=4, rope_theta=10_000.0, steps=1_800, peak_rate=0.02, seed=1)
-LARGE = Plan(name="large", layers=8, rope_theta=500_000.0, steps=2_800, peak_rate=0.01, seed=2)
+LARGE = Plan(name="large", layers=8, rope_theta=500_000.0, steps=2_200, peak_rate=0.01, seed=2)
 
 
 def main(

@@ -1,11 +1,11 @@
 """``kvt inspect``: what an artifact is, how good it was measured to be, and what it may serve."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
+
+
+class Rule(NamedTuple):
+    """When a translation is good enough; as in the service's settings."""
+
+    max_kl: float
+    alpha: float
+    delta: float
 
 
 def inspect(
@@ -33,7 +41,11 @@ def inspect(
         float, typer.Option(help="1 - confidence of that.", rich_help_panel=_RULE)
     ] = 0.05,
 ) -> None:
-    """Show an artifact: pair, recipe, sizes, measured KL, and for which prompts it may be used."""
+    """Show an artifact: pair, recipe, sizes, measured KL, and for which prompts it may be used.
+
+    Of the KL table: the mean over n prompts with a native tail, its certified bound, the KL of
+    reading that tail alone and of reading nothing, and how much of what reading brings is kept.
+    """
     from mappers import artifact as artifacts
 
     del config
@@ -45,14 +57,20 @@ def inspect(
     if loaded.evidence is None:
         console.print("[bold]Not servable[/]: it has no evidence. kvt evaluate adds some.")
         return
-    console.print(evidence_tables(loaded.evidence, max_kl=max_kl, alpha=alpha, delta=delta))
+    console.print(evidence_tables(loaded.evidence, Rule(max_kl, alpha, delta)))
 
 
 def _facts(artifact: "Artifact") -> Table:
     manifest = artifact.manifest
     counts = sorted({len(sources) for sources in manifest.sources})
     read = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    table = Table(title=manifest.mapper_id, show_header=False, title_justify="left")
+    table = Table(
+        title=manifest.mapper_id,
+        show_header=False,
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     rows = {
         "digest": artifact.digest,
         "made": f"{manifest.created_at:%Y-%m-%d %H:%M} UTC, bundle {manifest.bundle_version}",
@@ -63,6 +81,8 @@ def _facts(artifact: "Artifact") -> Table:
         f"{manifest.prefix_bytes / 1e6:.2f} MB for {len(artifact.mapper.prefixes)} exact prefixes",
         "work": f"{manifest.flops_per_token / 1e6:.2f} MFLOP a token",
     }
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -76,7 +96,9 @@ def _calibration(manifest: "Manifest") -> str:
 
 
 def _identities(manifest: "Manifest") -> Table:
-    table = Table("", "source", "target", title="Pair", title_justify="left")
+    table = Table(title="Pair", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for column in ("", "source", "target"):
+        table.add_column(column, overflow="fold")
     source, target = (side.model_dump(mode="json") for side in (manifest.source, manifest.target))
     for side in (source, target):
         rope = side.pop("rope")
@@ -88,82 +110,93 @@ def _identities(manifest: "Manifest") -> Table:
     return table
 
 
-def evidence_tables(
-    evidence: "Evidence", *, max_kl: float, alpha: float, delta: float
-) -> RenderableType:
-    """A table for each domain: KL by length and tail, its bound, and the verdict of each length."""
+def evidence_tables(evidence: "Evidence", rule: Rule) -> RenderableType:
+    """What was measured, a table for each domain, and what the rule makes of it."""
     from mappers.summary import summarise
 
     cells = summarise(evidence)
-    domains = dict.fromkeys(key.domain for key in cells)
-    rule = f"P(KL > bound) <= {alpha:g} with confidence {1 - delta:g}; threshold {max_kl:g}"
-    tables: list[RenderableType] = []
-    for domain in domains:
-        table = Table(title=f"Evidence, {domain}", caption=rule, title_justify="left")
-        for column in _COLUMNS:
-            table.add_column(column, justify="left" if column == "served" else "right")
-        for row in _rows(evidence, cells, domain, max_kl, alpha, delta):
-            table.add_row(*row)
-        tables.append(table)
-    return Group(*tables)
+    domains = list(dict.fromkeys(key.domain for key in cells))
+    measured = [_measured(evidence, cells, domain, rule) for domain in domains]
+    return Group(*measured, _decisions(evidence, domains, rule))
+
+
+def _measured(evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: Rule) -> Table:
+    from mappers.evidence import Arm, kl_bound
+    from mappers.summary import recovered
+
+    table = Table(
+        title=f"KL, {domain}, first tokens known",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    for key, cell in cells.items():
+        if (key.domain, key.arm, key.prefix_known) != (domain, Arm.TRANSLATED, True):
+            continue
+        kls = [row for row in evidence.rows if _matches(row, key)]
+        alone = cells.get(key._replace(arm=Arm.LAST_TOKENS, prefix_known=False))
+        nothing = cells.get(key._replace(arm=Arm.NO_CONTEXT, prefix_known=False, native_tail=0))
+        gap, context = recovered(cells, key)
+        table.add_row(
+            f"{key.length}",
+            f"{key.native_tail}",
+            f"{cell.documents}",
+            f"{cell.kl:.4f}",
+            _nats(kl_bound(kls, rule.alpha, rule.delta)),
+            _nats(alone and alone.kl),
+            _nats(nothing and nothing.kl),
+            f"{cell.top1:.1%}",
+            percent(gap),
+            percent(context),
+        )
+    return table
 
 
 _COLUMNS = (
     "tokens",
-    "native tail",
-    "prompts",
-    "KL [95 %]",
+    "tail",
+    "n",
+    "KL",
     "bound",
-    "tail alone",
-    "no context",
+    "alone",
+    "none",
     "top-1",
     "gap",
     "context",
-    "served",
 )
 
 
-def _rows(
-    evidence: "Evidence",
-    cells: "dict[Setting, Cell]",
-    domain: str,
-    max_kl: float,
-    alpha: float,
-    delta: float,
-) -> Iterator[list[str]]:
-    from mappers.evidence import Arm, decide, kl_bound
-    from mappers.summary import recovered
+def _decisions(evidence: "Evidence", domains: list[str], rule: Rule) -> Table:
+    from mappers.evidence import decide
 
-    for key, cell in cells.items():
-        if (key.domain, key.arm, key.prefix_known) != (domain, Arm.TRANSLATED, True):
-            continue
-        kls = [row.kl for row in evidence.rows if _matches(row, key)]
-        bound = kl_bound(kls, alpha, delta)
-        verdict = decide(
-            evidence,
-            tokens=key.length,
-            domain=domain,
-            prefix_known=True,
-            max_kl=max_kl,
-            alpha=alpha,
-            delta=delta,
-        )
-        alone = cells.get(key._replace(arm=Arm.LAST_TOKENS, prefix_known=False))
-        nothing = cells.get(key._replace(arm=Arm.NO_CONTEXT, prefix_known=False, native_tail=0))
-        gap, context = recovered(cells, key)
-        yield [
-            f"{key.length:,}",
-            f"{key.native_tail:,}",
-            f"{cell.documents}",
-            f"{cell.kl:.4f} [{cell.low:.4f}, {cell.high:.4f}]",
-            "-" if bound is None else f"{bound:.4f}",
-            "-" if alone is None else f"{alone.kl:.4f}",
-            "-" if nothing is None else f"{nothing.kl:.4f}",
-            f"{cell.top1:.1%}",
-            percent(gap),
-            percent(context),
-            _served(verdict, key.native_tail),
-        ]
+    table = Table(
+        "domain",
+        "tokens",
+        "first tokens known",
+        "unknown",
+        title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {1 - rule.alpha:.0%} of prompts, "
+        f"{1 - rule.delta:.0%} sure",
+        title_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    lengths = sorted({row.length for row in evidence.rows})
+    for domain in domains:
+        for length in lengths:
+            verdicts = [
+                decide(
+                    evidence,
+                    tokens=length,
+                    domain=domain,
+                    prefix_known=known,
+                    **rule._asdict(),
+                )
+                for known in (True, False)
+            ]
+            table.add_row(domain, f"{length}", *(_said(verdict) for verdict in verdicts))
+    return table
 
 
 def _matches(row: object, key: "Setting") -> bool:
@@ -171,10 +204,14 @@ def _matches(row: object, key: "Setting") -> bool:
     return all(getattr(row, name) == getattr(key, name) for name in names)
 
 
-def _served(verdict: "Verdict", tail: int) -> str:
+def _said(verdict: "Verdict") -> str:
     if verdict.decision == "reprefill":
         return f"no: {verdict.reason}"
-    return "[bold]yes[/]" if verdict.native_tail == tail else f"with tail {verdict.native_tail}"
+    return f"tail {verdict.native_tail}, bound {_nats(verdict.kl_bound)}"
+
+
+def _nats(kl: float | None) -> str:
+    return "-" if kl is None else f"{kl:.4f}"
 
 
 def percent(share: float) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -12,6 +12,10 @@ from service.answer import refusal
 from service.commands.exits import Code, Failure
 from service.commands.options import Config
 from service.upload import CHUNK_BYTES, CONTENT_TYPE
+
+if TYPE_CHECKING:
+    from service.settings import Settings
+    from service.state import Service
 
 _CODES = {
     "identity_mismatch": Code.IDENTITY,
@@ -69,6 +73,7 @@ class Exchange:
         self._source, self._out = source, out
         self._left = os.fstat(source.fileno()).st_size
         self._document = bytearray()
+        self._written_bytes = 0
         self.status, self.headers = 0, dict[str, str]()
         self.complete = False
 
@@ -108,7 +113,7 @@ class Exchange:
             return
         body = message.get("body", b"")
         if self._translated:
-            self._out.write(body)
+            self._written_bytes += self._out.write(body)
         else:
             self._document += body
         self.complete = not message.get("more_body", False)
@@ -122,7 +127,7 @@ class Exchange:
         if not self._translated:
             raise self._failure()
         size = int(self.headers["content-length"])
-        if not self.complete or self._out.tell() != size:
+        if not self.complete or self._written_bytes != size:
             raise Failure(Code.DATA, "the translation broke off")
         bound = self.headers.get("kvt-kl-bound", "none, unproven")
         return (
@@ -137,14 +142,18 @@ class Exchange:
         return Failure(_CODES.get(said.code or "", Code.DATA), f"{said.code}: {said.detail}")
 
 
-async def _exchange(settings: Any, source: BinaryIO, out: BinaryIO) -> Exchange:
+async def _exchange(settings: "Settings", source: BinaryIO, out: BinaryIO) -> Exchange:
     from service.app import create_app
+    from service.logs import configure
 
+    configure(settings)
     app = create_app(settings)
+    service: Service = app.state.service
+    for entry in service.store.entries:
+        service.store.load(entry)
     exchange = Exchange(source, out)
-    async with app.router.lifespan_context(app):
-        for entry in app.state.service.store.entries:
-            if entry.error is not None:
-                raise Failure(Code.ARTIFACT, entry.error)
-        await app({**exchange.scope, "app": app}, exchange.receive, exchange.send)
+    try:
+        await app(exchange.scope, exchange.receive, exchange.send)
+    finally:
+        service.worker.stop()
     return exchange

@@ -13,7 +13,7 @@ from mappers.identity import ModelIdentity, tokenizer_digest
 from mappers.models import LoadedModel
 
 DEMO = Path(demo_package).parent
-WORDS = "the cache holds keys and values of every token that a model has read so far".split()
+SYLLABLES = [consonant + vowel for consonant in "bcdfghklmnprstvw" for vowel in "aeiou"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,6 +76,7 @@ def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(12):
-        words = random.Random(number).choices(WORDS, k=260)
+        syllables = random.Random(number).choices(SYLLABLES, k=300)
+        words = ["".join(syllables[i : i + 2]) for i in range(0, 300, 2)]
         (folder / f"{number:02d}.txt").write_text(" ".join(words))
     return folder

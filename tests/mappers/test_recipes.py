@@ -316,6 +316,21 @@ def test_the_ridge_has_no_unit_and_does_not_depend_on_the_number_of_rows(recipe:
     torch.testing.assert_close(1000 * scaled.keys.weight, once.keys.weight, **TIGHT)
 
 
+def test_a_dependence_down_to_rounding_is_seen_though_cholesky_goes_through() -> None:
+    """The second input differs from the first by one unit in the last place of its square."""
+    gram = torch.ones(2, 2, dtype=torch.float64)
+    gram[1, 1] += torch.finfo(torch.float64).eps
+    assert torch.linalg.cholesky_ex(gram).info == 0
+    with pytest.raises(SingularSystem, match="depend linearly"):
+        solve(gram, torch.ones(2, 1, dtype=torch.float64), rows=9, ridge=0.0)
+
+
+def test_inputs_of_very_different_scales_are_not_taken_for_dependent() -> None:
+    gram = torch.diag(torch.tensor([1e-12, 1.0, 1e12], dtype=torch.float64))
+    weight = solve(gram, gram.diagonal()[:, None].clone(), rows=9, ridge=0.0)
+    torch.testing.assert_close(weight, torch.ones(3, 1, dtype=torch.float64))
+
+
 def test_residuals_from_moments_are_those_of_the_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 5, generator=generator, dtype=torch.float64) + 10
