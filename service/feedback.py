@@ -15,11 +15,20 @@ what is missed can keep a breaker from opening, and is never counted towards clo
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    ValidationError,
+    model_validator,
+)
 
 from service.errors import Problem
+from service.schemas import Receipt
 
 MAX_FEEDBACK_BYTES = 512 * 1024
 MAX_POSITIONS = 256
@@ -28,8 +37,23 @@ ROUNDING = 1e-6
 # How far a list may exceed 1, for servers that round.
 SURPLUS = 1e-3
 
+
+def _not_negative(value: float | str) -> float:
+    if float(value) < -ROUNDING:  # NaN is not
+        raise ValueError("a KL is not negative")
+    return float(value)
+
+
+def _not_positive(value: float | str) -> float:
+    if float(value) > ROUNDING:
+        raise ValueError("a log-probability is not positive")
+    return float(value)
+
+
 TokenId = Annotated[int, Field(ge=0)]
-LogProbability = Annotated[float, Field(le=ROUNDING)]
+# Strict numbers, and the words that stand for what JSON has no number for.
+Measure = Annotated[StrictFloat | Literal["NaN", "Infinity"], AfterValidator(_not_negative)]
+LogProbability = Annotated[StrictFloat | Literal["NaN", "-Infinity"], AfterValidator(_not_positive)]
 Position = Annotated[list[tuple[TokenId, LogProbability]], Field(min_length=1, max_length=1024)]
 Positions = Annotated[list[Position], Field(min_length=1, max_length=MAX_POSITIONS)]
 
@@ -37,12 +61,10 @@ Positions = Annotated[list[Position], Field(min_length=1, max_length=MAX_POSITIO
 class Feedback(BaseModel):
     """Body of ``POST /feedback``: ``kl``, or both lists of ``[token id, log-probability]``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     answer_id: str = Field(pattern=r"^[0-9a-f]{32}$")
-    kl: float | None = Field(
-        None, ge=-ROUNDING, description='Nats a token; "NaN" where it is not a number.'
-    )
+    kl: Measure | None = Field(None, description="Nats a token; NaN counts as the worst.")
     native: Positions | None = Field(None, description="The target on its own cache.")
     translated: Positions | None = Field(None, description="The target on the answer.")
 
@@ -62,7 +84,8 @@ class Feedback(BaseModel):
     def measured(self) -> float:
         """Nats a token. NaN stays NaN. Raises Problem 422 for lists that are no distributions."""
         if self.native is None or self.translated is None:
-            return math.nan if self.kl is None else max(self.kl, 0.0)
+            kl = math.nan if self.kl is None else float(self.kl)
+            return 0.0 if kl < 0 else kl
         return least_kl(self.native, self.translated)
 
 
@@ -89,7 +112,20 @@ def read_feedback(raw: bytes) -> Feedback:
         ) from error
 
 
-Lists = Sequence[Sequence[tuple[int, float]]]
+Lists = Sequence[Sequence[tuple[int, float | str]]]
+
+
+def posted_feedback(
+    receipt: Receipt, kl: float | None, native: Lists | None, translated: Lists | None
+) -> dict[str, Any]:
+    """Body and headers with which a client posts. Raises ValueError, also for a KL below 0."""
+    if receipt.shadow is None:
+        raise ValueError("this answer is not to be measured: its receipt has no shadow")
+    given = {"kl": kl, "native": native, "translated": translated}
+    said = {name: value for name, value in given.items() if value is not None}
+    feedback = Feedback(answer_id=receipt.shadow.answer_id, **said)
+    headers = {"content-type": "application/json", "kvt-feedback-token": receipt.shadow.token}
+    return {"content": feedback.model_dump_json(exclude_none=True), "headers": headers}
 
 
 def least_kl(native: Lists, translated: Lists) -> float:
@@ -104,16 +140,19 @@ def least_kl(native: Lists, translated: Lists) -> float:
     return sum(_at_position(_masses(p), _masses(q)) for p, q in pairs) / len(native)
 
 
-def _masses(listed: Sequence[tuple[int, float]]) -> dict[int, float]:
-    masses = {token: math.exp(log) for token, log in listed}
+def _masses(listed: Sequence[tuple[int, float | str]]) -> dict[int, float]:
+    masses = {token: math.exp(float(log)) for token, log in listed}
     if len(masses) < len(listed):
         raise Problem("bad_document", "a list names a token twice")
-    if sum(masses.values()) > 1 + SURPLUS:
+    total = sum(masses.values())
+    if total > 1 + SURPLUS:
         raise Problem("bad_document", "the probabilities of a list add up to more than 1")
-    return masses
+    return {token: mass / max(total, 1.0) for token, mass in masses.items()}
 
 
 def _at_position(p: dict[int, float], q: dict[int, float]) -> float:
+    if math.isnan(sum(p.values()) + sum(q.values())):
+        return math.nan
     shared = p.keys() & q.keys()
     known = sum(_term(p[token], q[token]) for token in shared)
     native_left = max(0.0, 1 - sum(p.values()))
@@ -124,10 +163,11 @@ def _at_position(p: dict[int, float], q: dict[int, float]) -> float:
     loose = only_native + native_left
     even = loose * only_translated / (only_translated + translated_left)
     theirs = min(even, native_left)
-    return max(0.0, known + _term(theirs, only_translated) + _term(loose - theirs, translated_left))
+    rest = _term(theirs, only_translated) + _term(loose - theirs, translated_left)
+    return max(0.0, known + rest)
 
 
 def _term(p: float, q: float) -> float:
     if p <= 0:
-        return 0.0 if p == p else p
-    return p * (math.log(p) - math.log(q)) if q > 0 else math.inf
+        return 0.0
+    return math.inf if q == 0 else p * (math.log(p) - math.log(q))

@@ -54,6 +54,7 @@ def translate(
         device=device,
         allow_unproven=allow_unproven,
         log_level="error",
+        shadow_rate=0,  # nobody could report to a process that has ended
         **limits,  # type: ignore[arg-type]
     )
     part = answer.with_name(f".{answer.name}.part")
