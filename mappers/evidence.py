@@ -1,81 +1,51 @@
-"""The measured record of how good a mapper's translations are, and the rule that reads it.
+"""evidence.json: the measured record of how good a mapper's translations are, and its rule.
 
-Every row is one measurement: one document, one prompt length, one native tail, one arm. Nothing
-here knows a threshold: rows are kept raw, so that the rule for any threshold can be computed when
-the mapper is loaded. The rule is Learn-then-Test (Angelopoulos et al., arXiv 2110.01052) with the
-exact binomial tail: documents, not tokens, are the independent draws.
+====================== ============================================================================
+schema_version         2; version 1 had ``rows`` alone, without the measures that may be None
+continuation_tokens    N: over how many positions each row is a mean (32)
+corpora                digest of the token ids that were measured, by domain
+rows                   ``EvidenceRow``: one document, length, native tail, hop count and arm each
+layers                 ``LayerRow``: R2, attention-output cosine and error concentration, by head
+curve                  ``CurveRow``: translated layers in a native cache, one by one and cumulated
+drift                  ``DriftRow``: conversations that are translated at every turn
+====================== ============================================================================
 
-On disk the rows are one table, ``{"columns": [...], "values": [[...], ...]}``.
+Each table is ``{"columns": [...], "values": [[...], ...]}``; ``evidence_rows.py`` defines columns.
+
+Nothing here knows a threshold: rows are kept raw, so that the rule for any threshold can be
+computed when the mapper is loaded. The rule is Learn-then-Test (Angelopoulos et al., arXiv
+2110.01052) with the exact binomial tail: documents, not tokens, are the independent draws.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    Strict,
+    FieldSerializationInfo,
     ValidationInfo,
     field_serializer,
     field_validator,
-    model_validator,
 )
 
+from mappers.evidence_rows import (
+    TABLES,
+    Arm,
+    CurveRow,
+    DriftRow,
+    EvidenceRow,
+    LayerRow,
+    Row,
+    from_table,
+    to_table,
+)
 
-class Arm(StrEnum):
-    """What the target read instead of its own cache; ``evaluate.py`` says how each is made."""
-
-    NATIVE = "native"
-    TRANSLATED = "translated"
-    WRONG_DOCUMENT = "wrong_document"
-    LAST_TOKENS = "last_tokens"
-    NO_CONTEXT = "no_context"
-    SOURCE_ALONE = "source_alone"
-
-
-Measure = Annotated[float, Strict(False)]  # "NaN" and "Infinity" are strings in JSON
-
-
-class EvidenceRow(BaseModel):
-    """One measurement over the continuation of one prompt of ``length`` tokens.
-
-    ``native_tail`` is how many of the prompt's last tokens the target read natively,
-    ``prefix_known`` whether the first tokens were exact, ``hops`` how many translations the
-    source's cache had been through before this one (0: it was the source's own).
-    ``kl`` is the mean over positions of KL(native || arm) in nats a token, ``kl_max`` its maximum,
-    ``top1`` the share of positions with the same most likely token, ``nll`` the mean negative
-    log-likelihood of the text in nats a token. A measure that is not finite is kept as such.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
-
-    document: str
-    domain: str
-    length: int = Field(ge=1)
-    native_tail: int = Field(ge=0)
-    prefix_known: bool
-    hops: int = Field(default=0, ge=0)
-    arm: Arm
-    kl: Measure
-    kl_max: Measure
-    top1: Measure
-    nll: Measure
-
-    @field_validator("arm", mode="before")
-    @classmethod
-    def _arm(cls, value: object) -> object:
-        return Arm(value) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _no_negative_kl(self) -> Self:
-        if self.kl < 0 or self.kl_max < 0:
-            raise ValueError("a KL divergence is never negative")
-        return self
+__all__ = ["Arm", "Bucket", "Evidence", "EvidenceRow", "Verdict", "decide", "kl_bound"]
 
 
 class Bucket(NamedTuple):
@@ -87,29 +57,28 @@ class Bucket(NamedTuple):
 
 
 class Evidence(BaseModel):
-    """All rows of one mapper, with the digests of the texts that they were measured on."""
+    """All tables of one mapper, with the digests of the texts that they were measured on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
     continuation_tokens: int = Field(ge=1)
     corpora: dict[str, str]
     rows: tuple[EvidenceRow, ...]
+    layers: tuple[LayerRow, ...] = ()
+    curve: tuple[CurveRow, ...] = ()
+    drift: tuple[DriftRow, ...] = ()
 
-    @field_validator("rows", mode="before")
+    @field_validator(*TABLES, mode="before")
     @classmethod
     def _from_table(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, dict) and value.keys() == {"columns", "values"}:
-            columns, values = value["columns"], value["values"]
-            rows = (dict(zip(columns, row, strict=True)) for row in values)
-            return tuple(EvidenceRow.model_validate(row) for row in rows)
-        return value
+        return from_table(value, TABLES[info.field_name or ""])
 
-    @field_serializer("rows", when_used="json")
-    def _to_table(self, rows: tuple[EvidenceRow, ...]) -> dict[str, list[object]]:
-        columns = list(EvidenceRow.model_fields)
-        values = [list(row.model_dump(mode="json").values()) for row in rows]
-        return {"columns": [*columns], "values": [*values]}
+    @field_serializer(*TABLES, when_used="json")
+    def _to_table(
+        self, rows: tuple[Row, ...], info: FieldSerializationInfo
+    ) -> dict[str, list[object]]:
+        return to_table(rows, TABLES[info.field_name])
 
     @cached_property
     def translated(self) -> Mapping[Bucket, Mapping[int, Mapping[int, tuple[float, ...]]]]:
