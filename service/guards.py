@@ -6,9 +6,9 @@ file's own thread. Times are seconds since 1970, because they outlive the proces
 
 import contextlib
 import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import time as wall_clock
 from typing import NamedTuple
 
 import structlog
@@ -82,7 +82,7 @@ class Guards:
 
     def standing(self, entry: Entry, request: TranslateRequest) -> Standing:
         """For the gate."""
-        now, policy = time.time(), self.policies.of(entry.id)
+        now, policy = wall_clock(), self.policies.of(entry.id)
         key = _key(entry, request, policy)
         breaker, session = self._reports.breakers.get(key), self._session(request)
         return Standing(
@@ -99,7 +99,7 @@ class Guards:
     ) -> Iterator[Claim]:
         """Take a place among the probes, and ``kl`` from the session; before anything is awaited,
         so that requests at the same time see each other."""
-        claim, now, session = Claim(), time.time(), self._session(request)
+        claim, now, session = Claim(), wall_clock(), self._session(request)
         if standing.phase == "half_open":
             until = now + self._settings.feedback_seconds
             self._probes.setdefault(standing.key, {})[answer_id] = until
@@ -117,7 +117,7 @@ class Guards:
         self, answer_id: str, client: str, standing: Standing, max_kl: float
     ) -> ShadowRequest | None:
         """Whether this answer is to be measured; None: no, or it cannot be written down."""
-        now = time.time()
+        now = wall_clock()
         self._audience.note(standing.key, client, now)
         rate = 1.0 if standing.phase == "half_open" else standing.policy.shadow_rate
         if not self._shadow.chosen(answer_id, rate):
@@ -135,7 +135,7 @@ class Guards:
 
     async def report(self, feedback: Feedback, token: str) -> tuple[str, FeedbackReceipt]:
         """Take a measured KL in: the mapper's id, and what to answer. Raises Problem."""
-        now = time.time()
+        now = wall_clock()
         try:
             answer, receipt = await self._file.run(
                 lambda: self._reports.settle(feedback, token, now)
@@ -148,7 +148,7 @@ class Guards:
 
     def breakers(self, mapper_id: str, digest: str | None) -> list[BreakerInfo]:
         """Those of one mapper as it is loaded now."""
-        now, policy = time.time(), self.policies.of(mapper_id)
+        now, policy = wall_clock(), self.policies.of(mapper_id)
         found = self._reports.breakers.copy()
         mine = sorted(key for key in found if key[:2] == (mapper_id, digest))
         return [_info(key, found[key], policy, now) for key in mine]

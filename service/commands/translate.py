@@ -54,7 +54,8 @@ def translate(
         device=device,
         allow_unproven=allow_unproven,
         log_level="error",
-        shadow_rate=0,  # nobody could report to a process that has ended
+        state=None,  # which may be a server's,
+        shadow_rate=0,  # and nobody could report to a process that has ended
         **limits,  # type: ignore[arg-type]
     )
     part = answer.with_name(f".{answer.name}.part")

@@ -1,11 +1,13 @@
 """Answers that are to be measured, and what a caller reports about them."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 from starlette.testclient import TestClient
 
 from service.app import create_app
@@ -15,6 +17,14 @@ from tests.service.pair import good
 
 KEEPS = 0.01  # a KL below every threshold that these tests use
 BREAKS = 0.4
+
+
+class Clock:
+    """The time of the guards, which passes only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.time()
+        monkeypatch.setattr("service.guards.wall_clock", lambda: self.now)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import math
 import random
 import signal
 import sqlite3
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.service.live import Live
 from tests.service.reporting import (
     BREAKS,
     KEEPS,
+    Clock,
     ask,
     breakers,
     elsewhere,
@@ -252,6 +254,21 @@ class TestClients:
 
 
 KEY = Key("m", "sha256:1", "chat", 32)
+# Settles one good answer after another, and says so after each.
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from service.breaker import Breaker, Key, Sample
+from service.policy import Policy
+from service.state_file import Answer, StateFile
+file, key = StateFile(Path(sys.argv[1])), Key("m", "d", "chat", 32)
+breaker, policy = Breaker.fresh(0.1), Policy()
+for number in itertools.count(1):
+    file.add(Answer(f"{number:032x}", key, "c", 0.05, 0.0), forget=-1.0)
+    breaker = breaker.observe(Sample(False, True, "c", False, 0.0), policy, 0.0)
+    file.settle(f"{number:032x}", "0.0", key, breaker, 0.0)
+    print(number, flush=True)
+"""
 
 
 class TestStateFile:
@@ -268,6 +285,25 @@ class TestStateFile:
         assert again.served() == [(KEY, "client", 1.0)]
         assert again.secret == secret
         again.close()
+
+    def test_what_was_acknowledged_survives_kill_9(self, tmp_path: Path) -> None:
+        path = tmp_path / "state.sqlite"
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        ) as writer:
+            assert writer.stdout is not None
+            acknowledged = [int(writer.stdout.readline()) for _ in range(40)][-1]
+            writer.kill()
+            acknowledged = max([acknowledged, *map(int, writer.stdout.read().split())])
+        file = StateFile(path)
+        [breaker] = file.breakers().values()
+        # One more may have been committed that nobody was told of.
+        assert breaker.samples in (acknowledged, acknowledged + 1)
+        values = [file.answer(f"{n:032x}") for n in range(1, breaker.samples + 1)]
+        assert all(answer is not None and answer.counted for answer in values)
+        file.close()
 
     def test_only_its_owner_may_read_it(self, tmp_path: Path) -> None:
         StateFile(tmp_path / "state.sqlite").close()
@@ -306,11 +342,15 @@ class TestStateFile:
 class TestService:
     """Through HTTP, and in a process that is killed."""
 
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        return Clock(monkeypatch)
+
     def settings(self, artifacts: Path, **changes: object) -> Settings:
-        given = {"artifacts": (artifacts,), "shadow_rate": 1, "breaker_cool_down_seconds": 0.3}
+        given = {"artifacts": (artifacts,), "shadow_rate": 1, "breaker_cool_down_seconds": 60}
         return Settings(**(given | changes))  # type: ignore[arg-type]
 
-    def test_it_opens_probes_and_closes(self, artifacts: Path) -> None:
+    def test_it_opens_probes_and_closes(self, artifacts: Path, clock: Clock) -> None:
         with served(self.settings(artifacts)) as client:
             assert until(client, "open", BREAKS, most=10) <= 5
             assert breakers(client)[0]["state"] == "open"
@@ -322,7 +362,7 @@ class TestService:
             )
             after = outcomes(client)
             assert after == before | {("reprefill", "breaker_open"): 1}
-            time.sleep(0.35)
+            clock.now += 61
             assert 'kvt_breaker_state{domain="any"' in client.get("/metrics").text
             assert until(client, "closed", KEEPS, most=60) >= 29
             assert breakers(client)[0] | {"e_value": 1} == {
@@ -338,12 +378,12 @@ class TestService:
             }
 
     def test_half_open_serves_so_many_probes_and_all_are_to_be_measured(
-        self, artifacts: Path
+        self, artifacts: Path, clock: Clock
     ) -> None:
         settings = self.settings(artifacts, breaker_probes=3)
         with served(settings) as client:
             until(client, "open", BREAKS, most=10)
-            time.sleep(0.35)
+            clock.now += 61
             probes = [ask(client) for _ in range(3)]
             assert {probe.headers["kvt-shadow"] for probe in probes} == {"requested"}
             assert ask(client).headers["kvt-reason"] == "breaker_open"
@@ -352,7 +392,7 @@ class TestService:
             assert ask(client).headers["kvt-reason"] == "breaker_open"
 
     def test_other_lengths_and_domains_are_served_meanwhile(self, artifacts: Path) -> None:
-        with served(self.settings(artifacts, breaker_cool_down_seconds=600)) as client:
+        with served(self.settings(artifacts)) as client:
             until(client, "open", BREAKS, most=10)
             assert ask(client, tokens=64).headers["kvt-decision"] == "translate"
             assert ask(client, domain="chat").headers["kvt-decision"] == "translate"

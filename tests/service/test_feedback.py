@@ -4,7 +4,6 @@ import json
 import math
 import random
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.service.pair import cache, document
 from tests.service.reporting import (
     BREAKS,
     KEEPS,
+    Clock,
     ask,
     breakers,
     elsewhere,
@@ -234,15 +234,16 @@ class TestService:
             body = {"answer_id": answer.headers["kvt-answer-id"], "kl": BREAKS}
             assert_problem(post(client, body, "0" * 64), 404, "answer_not_found")
 
-    def test_too_late(self, artifacts: Path) -> None:
-        settings = Settings(artifacts=(artifacts,), shadow_rate=1, feedback_seconds=0.3)
+    def test_too_late(self, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch)
+        settings = Settings(artifacts=(artifacts,), shadow_rate=1, feedback_seconds=60)
         with served(settings) as client:
             timely, late = ask(client), ask(client)
             report(client, timely, KEEPS)
-            time.sleep(0.35)
+            clock.now += 61
             assert_problem(report(client, late, KEEPS), 410, "answer_expired")
             assert report(client, timely, KEEPS).status_code == 200
-            time.sleep(0.35)
+            clock.now += 61
             ask(client)
             assert_problem(report(client, late, KEEPS), 404, "answer_not_found")
 
