@@ -319,7 +319,9 @@ class TestReporting:
     def translated(self, running: TestClient) -> tuple[Client, Translated]:
         ours = Client("http://testserver")
         ours._http = running
-        outcome = ours.translate(cache(32), TranslateRequest.model_validate(document(32)))
+        outcome = ours.translate(
+            cache(32), TranslateRequest.model_validate_json(json.dumps(document(32)))
+        )
         assert isinstance(outcome, Translated)
         return ours, outcome
 
