@@ -45,7 +45,16 @@ from mappers.evidence_rows import (
     to_table,
 )
 
-__all__ = ["Arm", "Bucket", "Evidence", "EvidenceRow", "Verdict", "decide", "kl_bound"]
+__all__ = [
+    "Arm",
+    "Bucket",
+    "Evidence",
+    "EvidenceRow",
+    "Verdict",
+    "decide",
+    "documents_needed",
+    "kl_bound",
+]
 
 
 class Bucket(NamedTuple):
@@ -118,6 +127,11 @@ def kl_bound(kls: Iterable[float | EvidenceRow], alpha: float, delta: float) -> 
     values = sorted(_closed(k.kl if isinstance(k, EvidenceRow) else k) for k in kls)
     exceedances = _allowed_exceedances(len(values), alpha, delta)
     return None if exceedances is None else values[len(values) - 1 - exceedances]
+
+
+def documents_needed(alpha: float, delta: float) -> int:
+    """The fewest documents with which ``kl_bound`` is a number at all."""
+    return math.ceil(math.log(delta) / math.log1p(-alpha))
 
 
 def decide(

@@ -76,9 +76,12 @@ def test_every_arm_length_and_tail_is_there_once_a_document(same: Evidence) -> N
         *((Arm.LAST_TOKENS, tail, False) for tail in (32, 64, 128)),
         *((Arm.TRANSLATED, tail, known) for tail in TAILS for known in (True, False)),
         *((Arm.WRONG_DOCUMENT, tail, True) for tail in TAILS),
+        *((arm, tail, False) for arm in (Arm.RAW_SOURCE, Arm.ZERO_CACHE) for tail in TAILS),
+        (Arm.QUANTIZED, 160, False),
     }
     assert Counter(key(row) for row in same.rows if row.length == 160) == dict.fromkeys(expected, 2)
-    shorter = {k for k in expected if k[1] not in (128, 160)} | {(Arm.NATIVE, 96, False)}
+    shorter = {k for k in expected if k[1] not in (128, 160)}
+    shorter |= {(arm, 96, False) for arm in (Arm.NATIVE, Arm.QUANTIZED)}
     assert Counter(key(row) for row in same.rows if row.length == 96) == dict.fromkeys(shorter, 3)
     assert same.continuation_tokens == 32
     assert all(row.domain == "a" and row.hops == 0 for row in same.rows)
@@ -90,7 +93,8 @@ def test_native_has_no_kl_and_an_identity_between_equal_models_none_to_speak_of(
     assert {(row.kl, row.kl_max, row.top1) for row in of(same, Arm.NATIVE)} == {(0.0, 0.0, 1.0)}
     assert max(row.kl for row in of(same, Arm.SOURCE_ALONE)) == 0.0
     assert max(row.kl_max for row in of(same, Arm.TRANSLATED)) < 1e-6
-    for arm in (Arm.WRONG_DOCUMENT, Arm.NO_CONTEXT, Arm.LAST_TOKENS):
+    assert max(row.kl_max for row in of(same, Arm.RAW_SOURCE)) < 1e-6
+    for arm in (Arm.WRONG_DOCUMENT, Arm.NO_CONTEXT, Arm.LAST_TOKENS, Arm.ZERO_CACHE):
         assert min(row.kl for row in of(same, arm)) > 1e-2, arm
 
 
