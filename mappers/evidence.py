@@ -104,6 +104,25 @@ class Evidence(BaseModel):
             for bucket, lengths in found.items()
         }
 
+    @cached_property
+    def idle(self) -> frozenset[tuple[Bucket, int, int]]:
+        """Buckets, lengths and tails at which the translation does not beat its own tail.
+
+        Those where the KL is not clearly lower than that of reading the same tail over nothing, on
+        the same documents. A small enough KL there is the tail's merit: such a mapper is idle.
+        """
+        bare: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
+        own: dict[tuple[Bucket, int, int], dict[str, float]] = defaultdict(dict)
+        for row in self.rows:
+            if row.arm in (Arm.LAST_TOKENS, Arm.NO_CONTEXT):
+                bare[row.domain, row.length, row.native_tail][row.document] = row.kl
+            elif row.arm is Arm.TRANSLATED:
+                bucket = Bucket(row.domain, row.prefix_known, row.hops)
+                own[bucket, row.length, row.native_tail][row.document] = row.kl
+        return frozenset(
+            key for key, kls in own.items() if not _beats(kls, bare[key[0].domain, key[1], key[2]])
+        )
+
 
 class Verdict(NamedTuple):
     """``translate`` with the smallest tail that passed, or ``reprefill`` with a reason."""
@@ -153,8 +172,10 @@ def decide(
     number of translations before this one. Between two measured lengths both must pass. Tails are
     tested from the largest allowed down and testing stops at the first that fails (fixed sequence),
     so the level holds for the tail that is chosen without correction. ``native_tails``: the only
-    ones that may be chosen (None: all that were measured). Reasons: ``no_evidence``,
-    ``drift_budget_exhausted``, ``length_not_certified``, ``certified_kl_exceeds_threshold``.
+    ones that may be chosen (None: all that were measured). A tail at which the mapper is ``idle``
+    is never chosen; if none else passes, there is no evidence that translating helps. Reasons:
+    ``no_evidence``, ``drift_budget_exhausted``, ``length_not_certified``,
+    ``certified_kl_exceeds_threshold``.
     """
     buckets = _buckets(evidence, domain, prefix_known)
     domains = {b.domain for b in buckets}
@@ -162,7 +183,8 @@ def decide(
         return _refusal("no_evidence")
     if any(hops > max(b.hops for b in buckets if b.domain == d) for d in domains):
         return _refusal("drift_budget_exhausted")
-    tables = [evidence.translated[b] for b in buckets if b.hops == hops]
+    own = [b for b in buckets if b.hops == hops]
+    tables = [evidence.translated[b] for b in own]
     if len(tables) < len(domains):
         return _refusal("no_evidence")
     around = [_measured_around(tokens, table) for table in tables]
@@ -171,12 +193,14 @@ def decide(
     cells = [table[n] for table, lengths in zip(tables, around, strict=True) for n in lengths]
     if native_tails is not None:
         cells = [{w: kls for w, kls in cell.items() if w in native_tails} for cell in cells]
+    idle = {w for b, n in zip(own, around, strict=True) for m in n for w in _idle(evidence, b, m)}
     limit = tokens - 1 if max_native_tail is None else min(max_native_tail, tokens - 1)
-    return _smallest_tail(cells, limit, max_kl, alpha, delta)
+    return _smallest_tail(cells, idle, limit, max_kl, alpha, delta)
 
 
 def _smallest_tail(
     cells: Sequence[Mapping[int, tuple[float, ...]]],
+    idle: Collection[int],
     limit: int,
     max_kl: float,
     alpha: float,
@@ -194,7 +218,11 @@ def _smallest_tail(
         if not worst <= max_kl:
             failed = Verdict("reprefill", "certified_kl_exceeds_threshold", 0, worst, rows)
             return best if best.decision == "translate" else failed
-        best = Verdict("translate", None, tail, worst, rows)
+        # An idle tail is tested like the others, or the sequence would not be a fixed one.
+        if tail not in idle:
+            best = Verdict("translate", None, tail, worst, rows)
+        elif best.decision != "translate":
+            best = Verdict("reprefill", "no_evidence", 0, worst, rows)
     return best
 
 
@@ -208,6 +236,21 @@ def _measured_around(tokens: int, lengths: Mapping[int, object]) -> list[int]:
     below = [n for n in lengths if n <= tokens]
     above = [n for n in lengths if n >= tokens]
     return sorted({max(below), min(above)}) if below and above else []
+
+
+def _idle(evidence: Evidence, bucket: Bucket, length: int) -> set[int]:
+    return {w for b, n, w in evidence.idle if (b, n) == (bucket, length)}
+
+
+def _beats(own: Mapping[str, float], bare: Mapping[str, float]) -> bool:
+    """Whether KLs are lower by 3 standard errors on the documents that have both, if any has."""
+    shared = own.keys() & bare.keys()
+    if not shared:
+        return True
+    gains = [_closed(bare[name]) - _closed(own[name]) for name in shared]
+    mean = sum(gains) / len(gains)
+    variance = sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1)
+    return mean > 3 * math.sqrt(variance / len(gains)) and mean > 0
 
 
 def _refusal(reason: str) -> Verdict:
