@@ -16,7 +16,7 @@ from mappers.cache import DTYPES
 from mappers.collect import Checkpoints, collect, sampled_rows
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
 from mappers.errors import TooFewData
-from mappers.evaluate import evaluate, evaluation_texts
+from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
 from mappers.geometry import Geometry
 from mappers.identity import check_pair
@@ -54,6 +54,8 @@ def fit_pair(
     )
     for held_out in texts.values():
         refuse_overlap(corpus, held_out)
+    if plan.alpha is not None:
+        require_documents(texts, plan.lengths, alpha=plan.alpha, delta=plan.delta)
     moments = _moments(plan, source, target, corpus, progress)
     selection = select(moments, plan.k, plan.ridge)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
@@ -68,6 +70,7 @@ def fit_pair(
             texts,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
+            work=_work(plan) / "evaluation" / loaded.manifest.mapper_id,
             progress=progress,
         )
         folder = artifact.add_evidence(folder, evidence, render(loaded.manifest, evidence))

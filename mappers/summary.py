@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mappers.evidence import Arm, Evidence, EvidenceRow
-from mappers.evidence_rows import CurveRow, DriftRow
+from mappers.evidence_rows import CurveRow, DriftRow, LayerRow
 from mappers.metrics import context_recovered, gap_recovered
 
 RESAMPLES = 2_000
@@ -152,6 +152,22 @@ def drift_points(rows: Sequence[DriftRow]) -> dict[tuple[str, int], tuple[Point,
     return {
         key: (point([r.kl for r in of_turn]), point([r.kl - r.kl_fresh for r in of_turn]))
         for key, of_turn in grouped.items()
+    }
+
+
+def layer_means(rows: Sequence[LayerRow]) -> dict[str, dict[str, dict[int, float]]]:
+    """Means over heads by domain, measure and layer."""
+    grouped: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for row in rows:
+        grouped[row.domain][row.measure][row.layer].append(row.value)
+    return {
+        domain: {
+            name: {layer: float(np.mean(values)) for layer, values in layers.items()}
+            for name, layers in measures.items()
+        }
+        for domain, measures in grouped.items()
     }
 
 
