@@ -18,6 +18,7 @@ from mappers.mapper import Mapper
 from mappers.measure import Bench, Depth, Found, measure_document
 from mappers.models import LoadedModel
 from mappers.partial import Partial
+from mappers.profile import CalibrationProfile, scorer
 from mappers.progress import steps
 from mappers.translate import Translator
 
@@ -30,6 +31,7 @@ def evaluate(
     *,
     lengths: Sequence[int],
     native_tails: Sequence[int],
+    profile: CalibrationProfile | None = None,
     reverse: Mapper | None = None,
     depth: Depth | None = None,
     work: Path | None = None,
@@ -38,10 +40,11 @@ def evaluate(
     """Evidence over the texts of all domains, from ``evaluation_texts``.
 
     ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. ``reverse``, the mapper from the
-    target to the source, is needed for hops and drift. What each document gave is kept in ``work``,
+    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's, gives
+    rows their score. ``reverse``, the mapper from the target to the source, is needed for hops and
+    drift. What each document gave is kept in ``work``,
     so that a stopped evaluation goes on where it was, to the same evidence; without a folder it
-    starts anew. Raises CorpusError for a folder of another evaluation.
+    starts anew. It is the caller's to remove.
     """
     depth = depth or Depth()
     bench = Bench(
@@ -51,6 +54,7 @@ def evaluate(
         prefixes=mapper.prefixes,
         rounded=int8_weights(target.model),
         pair=None if reverse is None else sides(source, target, mapper, reverse),
+        score=scorer(profile, mapper),
         lengths=tuple(lengths),
         native_tails=tuple(native_tails),
         depth=depth,

@@ -70,10 +70,11 @@ def fit_pair(
             texts,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
-            work=_work(plan) / "evaluation" / loaded.manifest.mapper_id,
+            work=_work(plan) / "evaluation",
             progress=progress,
         )
         folder = artifact.add_evidence(folder, evidence, render(loaded.manifest, evidence))
+        shutil.rmtree(_work(plan) / "evaluation", ignore_errors=True)
     if plan.work is None:
         shutil.rmtree(_work(plan), ignore_errors=True)
     return folder

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mappers.checkpoint import read_checkpoint, write_checkpoint
-from mappers.errors import CorpusError
 from mappers.evidence_rows import CurveRow, DriftRow, EvidenceRow, Row
 from mappers.measure import Found
 
@@ -14,31 +13,30 @@ SCHEMA = "evaluation-2"
 
 @dataclass(frozen=True)
 class Partial:
-    """Documents of one evaluation, found again by ``digest``: of the mapper, texts and options."""
+    """Documents of one evaluation, found again by ``digest``: of the mapper, texts and options.
 
-    folder: Path
+    Each digest has a folder of its own in ``work``, so another evaluation is not mistaken for it.
+    """
+
+    work: Path
     digest: str
 
     def save(self, domain: int, document: int, found: Found) -> None:
         """Keep what document number ``document`` of domain number ``domain`` gave."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._path(domain, document).parent.mkdir(parents=True, exist_ok=True)
         tables = {name: _dumped(getattr(found, name)) for name in ("rows", "curve", "drift")}
-        facts = {"schema": SCHEMA, "digest": self.digest, "tables": json.dumps(tables)}
+        facts = {"schema": SCHEMA, "tables": json.dumps(tables)}
         write_checkpoint(self._path(domain, document), found.sums, facts)
 
     def load(self, domain: int, document: int) -> Found | None:
         """What was kept of a document; None where nothing was.
 
-        Raises CorpusError when it is of another evaluation, ArtifactError when it is damaged.
+        Raises ArtifactError when it is damaged.
         """
         path = self._path(domain, document)
         if not path.exists():
             return None
         sums, facts = read_checkpoint(path, SCHEMA)
-        if facts["digest"] != self.digest:
-            raise CorpusError(
-                "the work folder belongs to another evaluation; remove it or choose another"
-            )
         tables = json.loads(facts["tables"])
         return Found(
             rows=tuple(EvidenceRow.model_validate(row) for row in tables["rows"]),
@@ -48,7 +46,7 @@ class Partial:
         )
 
     def _path(self, domain: int, document: int) -> Path:
-        return self.folder / f"{domain:03d}-{document:05d}.safetensors"
+        return self.work / self.digest[:16] / f"{domain:03d}-{document:05d}.safetensors"
 
 
 def _dumped(rows: tuple[Row, ...]) -> list[object]:

@@ -21,11 +21,11 @@ class FitPlan(BaseModel):
     texts of each domain; ``documents`` of each are measured at prompts of ``lengths`` tokens (those
     that both models and the document allow) with each of ``native_tails``. Given ``alpha`` (and
     ``delta``), documents too few to certify a share alpha are found before anything is fitted. The
-    table of exact
-    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
-    ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
-    template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
-    needs no second pass; without it they are beside the artifact until it is done.
+    table of exact prefixes holds what the tokenizer puts in front of a text (or, if that is
+    nothing, the ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the
+    opening of a chat template. ``work`` keeps the sums, so that a stopped fit resumes and another
+    ``k`` or ``ridge`` needs no second pass; without it they are beside the artifact until it is
+    done.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -97,7 +97,7 @@ def evaluate(
     corpora = evaluation_texts(texts, small, large, lengths=prompts, documents=documents)
     if alpha is not None:
         require_documents(corpora, prompts, alpha=alpha, delta=delta)
-    folder = work or artifact.resolve().parent / ".evaluate" / loaded.manifest.mapper_id
+    folder = work or artifact.resolve().parent / f".evaluate-{loaded.manifest.mapper_id}"
     evidence = measure(
         loaded.mapper,
         small,
