@@ -40,11 +40,11 @@ def evaluate(
     """Evidence over the texts of all domains, from ``evaluation_texts``.
 
     ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's, gives
-    rows their score. ``reverse``, the mapper from the target to the source, is needed for hops and
-    drift. What each document gave is kept in ``work``,
-    so that a stopped evaluation goes on where it was, to the same evidence; without a folder it
-    starts anew. It is the caller's to remove.
+    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's,
+    gives rows their score. ``reverse``, the mapper from the target to the source, is needed for
+    hops and drift. What each document gave is kept in ``work``, so that a stopped evaluation goes
+    on where it was, to the same evidence; without a folder it starts anew. It is the caller's to
+    remove.
     """
     depth = depth or Depth()
     bench = Bench(

@@ -48,6 +48,7 @@ class EvidenceRow(Row):
     most likely token, ``top5`` the mean share of the five most likely tokens in common, ``nll`` the
     mean negative log-likelihood of the text in nats a token. ``agreement`` is how many tokens a
     greedy continuation shares with the native one before they first differ, of N at most.
+    ``score`` is how unfamiliar the source's cache of the prompt was (``score.py``).
     """
 
     document: str
@@ -66,6 +67,7 @@ class EvidenceRow(Row):
     worst_position: Count | None = None
     top5: Measure | None = None
     agreement: Count | None = None
+    score: Measure | None = None
 
     @field_validator("arm", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mappers import artifact
 from mappers.cache import DTYPES
-from mappers.collect import Checkpoints, collect, sampled_rows
+from mappers.collect import PROFILE_SCHEMA, Checkpoints, collect, sampled_rows
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
 from mappers.errors import TooFewData
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
@@ -25,6 +25,7 @@ from mappers.mapper import Mapper
 from mappers.models import LoadedModel, load_model
 from mappers.moments import PairMoments
 from mappers.plan import FitPlan
+from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.recipes import RECIPES
 from mappers.report import render
@@ -56,10 +57,14 @@ def fit_pair(
         refuse_overlap(corpus, held_out)
     if plan.alpha is not None:
         require_documents(texts, plan.lengths, alpha=plan.alpha, delta=plan.delta)
-    moments = _moments(plan, source, target, corpus, progress)
+    builder = ProfileBuilder(
+        source.identity, windows=len(corpus.windows), skip_positions=plan.skip_positions
+    )
+    moments = _moments(plan, source, target, corpus, builder, progress)
     selection = select(moments, plan.k, plan.ridge)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
-    folder = artifact.publish(plan.root, mapper, manifest_facts(plan, corpus, moments, selection))
+    facts = manifest_facts(plan, corpus, moments, selection)
+    folder = artifact.publish(plan.root, mapper, facts, profile=builder.profile())
     if texts:
         # From the disk, so that what is measured is what will be served.
         loaded = artifact.load(folder)
@@ -68,6 +73,7 @@ def fit_pair(
             source,
             target,
             texts,
+            profile=loaded.profile,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
             work=_work(plan) / "evaluation",
@@ -126,12 +132,17 @@ def _calibration(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Cor
 
 
 def _moments(
-    plan: FitPlan, source: LoadedModel, target: LoadedModel, corpus: Corpus, progress: bool
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    profile: ProfileBuilder,
+    progress: bool,
 ) -> PairMoments:
     structure = RECIPES[plan.recipe].structure
     empty = PairMoments(Geometry.of(source.identity, target.identity), structure)
     sides = (side.identity.model_dump(mode="json") for side in (source, target))
-    decisive = [*sides, structure, plan.stride, plan.skip_positions]
+    decisive = [*sides, structure, plan.stride, plan.skip_positions, PROFILE_SCHEMA]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     return collect(
         source,
@@ -140,6 +151,7 @@ def _moments(
         empty,
         stride=plan.stride,
         skip_positions=plan.skip_positions,
+        profile=profile,
         checkpoints=Checkpoints(_work(plan), digest),
         progress=progress,
     )

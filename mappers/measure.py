@@ -1,6 +1,6 @@
 """All that is measured of one document: every arm at every length, tail and hop count."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,10 @@ class Depth:
 
 @dataclass(frozen=True)
 class Bench:
-    """The models, what translates between them, and what is to be measured."""
+    """The models, what translates between them, and what is to be measured.
+
+    ``score`` tells how unfamiliar a source cache is, if anything can.
+    """
 
     source: LoadedModel
     target: LoadedModel
@@ -57,6 +60,7 @@ class Bench:
     prefixes: ExactPrefixes
     rounded: PreTrainedModel
     pair: Pair | None
+    score: Callable[[KVCache], float | None]
     lengths: tuple[int, ...]
     native_tails: tuple[int, ...]
     depth: Depth
@@ -111,6 +115,7 @@ class _Prompt:
         self.native_logits = reading.native_logits[at]
         self.source_logits = reading.source_logits[at]
         self.reference = Reference(self.native_logits, reading.next_ids(length))
+        self.score = bench.score(reading.original.slice(0, length))
 
     def row(
         self,
@@ -132,6 +137,7 @@ class _Prompt:
             hops=hops,
             arm=arm,
             agreement=agreement,
+            score=self.score if arm is Arm.TRANSLATED and not hops else None,
             **self.reference.compare(logits)._asdict(),
         )
 

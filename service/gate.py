@@ -21,6 +21,8 @@ DETAILS = {
     "breaker_open": "the KLs that callers measured for such requests are too large",
     "would_miss_deadline": "the queue is too long for the caller's reprefill_ms",
     "non_finite": "the cache, or its translation, holds values that are not finite",
+    "implausible_values": "the cache is not what this model makes of a text, or not of that text",
+    "out_of_distribution": "the cache is less like the calibration text than what was measured",
 }
 
 

@@ -15,7 +15,7 @@ from service.call import Call, Judged
 from service.errors import Problem
 from service.guards import Claim, Standing
 from service.schemas import Plan, ShadowRequest, TranslateRequest, read_request
-from service.settle import settle
+from service.settle import observe_stages, settle
 from service.state import Service
 from service.store import Entry
 from service.stream import Running, Stream
@@ -49,7 +49,9 @@ async def translate(call: Call) -> Response:
         work = _reserve(judged, head, held)
         await _ingest(call, work)
         running = await _start(judged, head, work, held)
+        call.ledger.note(**work.facts)
         if work.refusal is not None:
+            observe_stages(call.service.metrics, work.seconds)
             return answers.reprefill(judged, work.refusal)
         shadow = await _mark(judged)
         if shadow is None and judged.standing.phase == "half_open":
@@ -165,9 +167,8 @@ def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
         raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
     held.enter_context(call.service.worker.memory(source.nbytes + target.nbytes))
     try:
-        return Translation(
-            judged.entry.loaded, source, target, request.start_position, ruling.prefix
-        )
+        domain = request.domain or judged.standing.policy.default_domain
+        return Translation(judged.entry.loaded, source, target, request, domain, ruling.prefix)
     except MemoryError as error:
         raise Problem("out_of_memory", "there is no memory for this request now") from error
 

@@ -1,9 +1,17 @@
 """The documents of the HTTP interface, as they are read and as they are answered."""
 
 import json
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
@@ -27,6 +35,21 @@ REASONS = (
     "non_finite",
     "implausible_values",
 )
+
+
+class TokenSample(BaseModel):
+    """The token ids at some rows of the cache, so that it can be checked to be of that text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    rows: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=256)
+    ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=256)
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.rows) != len(self.ids):
+            raise ValueError("one id for each row")
+        return self
 
 
 class TranslateRequest(BaseModel):
@@ -59,11 +82,20 @@ class TranslateRequest(BaseModel):
     prefix_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), max_length=1024, description="First token ids of the prompt."
     )
+    sample_token_ids: TokenSample | None = Field(
+        None, description="Token ids at some rows, row 0 being the first that is sent."
+    )
     heads: None = Field(None, description="Reserved: a range of kv heads.")
     probe: None = Field(None, description="Reserved: the target's own KV of the first tokens.")
     token_ids_sha256: str | None = Field(
         None, pattern=r"^[0-9a-f]{64}$", description="Returned in the receipt."
     )
+
+    @model_validator(mode="after")
+    def _sample_within(self) -> Self:
+        if self.sample_token_ids is not None and max(self.sample_token_ids.rows) >= self.tokens:
+            raise ValueError("sample_token_ids: a row that is not sent")
+        return self
 
     @field_validator("layout", mode="before")
     @classmethod
@@ -287,7 +319,9 @@ def _no_constants(name: str) -> NoReturn:
     raise Problem("bad_document", "NaN and Infinity are not JSON")
 
 
-_OWN_NAMES = frozenset(TranslateRequest.model_fields) | frozenset(IdentityClaim.model_fields)
+_OWN_NAMES = frozenset(
+    name for model in (TranslateRequest, IdentityClaim, TokenSample) for name in model.model_fields
+)
 # The text of these may hold what was sent, or comes from our own validators.
 _OPAQUE_TYPES = ("value_error", "assertion_error")
 
