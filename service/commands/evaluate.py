@@ -103,6 +103,7 @@ def evaluate(
         small,
         large,
         corpora,
+        profile=loaded.profile,
         lengths=prompts,
         native_tails=tuple(native_tails or defaults["native_tails"].default),
         reverse=None if reverse is None else reverse_mapper(reverse, small, large),
