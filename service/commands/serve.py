@@ -2,7 +2,7 @@
 
 import inspect
 import socket
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 import yaml
@@ -86,9 +86,14 @@ def _plain(annotation: Any) -> Any:
         annotation = members[0]
     if annotation is SecretStr:
         return str
-    if getattr(annotation, "__origin__", None) is tuple:
-        return list[get_args(annotation)[0]]  # type: ignore[misc]
-    return annotation
+    if get_origin(annotation) is tuple:
+        return list[_bare(get_args(annotation)[0])]  # type: ignore[misc]
+    return _bare(annotation)
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without what pydantic checks about it: the settings do that."""
+    return annotation.__origin__ if get_origin(annotation) is Annotated else annotation
 
 
 _GROUPS = {
