@@ -84,6 +84,7 @@ def main(
     root: Annotated[Path, typer.Option(help="folder of artifacts")] = DEMO / "artifacts",
     length: Annotated[int, typer.Option(help="tokens of a prompt")] = 192,
     tested: Annotated[int, typer.Option(help="prefixes of each domain")] = 400,
+    measured: Annotated[int, typer.Option(help="prefixes of each domain behind the rule")] = 400,
     max_kl: Annotated[list[float], typer.Option()] = [0.05, 0.1, 0.2],  # noqa: B006
     alpha: Annotated[float, typer.Option()] = 0.1,
     delta: Annotated[float, typer.Option()] = 0.05,
@@ -92,9 +93,11 @@ def main(
     """Print a JSON line for every threshold and domain, or for every corruption."""
     small = load_model(ModelSpec(path=str(source)))
     found = _artifact(root, small)
-    by_domain = {d: split(prefixes(d, small, length=length), tested) for d in TEXTS}
+    by_domain = {
+        d: split(prefixes(d, small, length=length), tested=tested, measured=measured) for d in TEXTS
+    }
     if corruptions:
-        _print(_corrupted(found, small, by_domain["in_domain"][1][:tested], length))
+        _print(_corrupted(found, small, by_domain["in_domain"][1], length))
         return
     large = load_model(ModelSpec(path=str(target)))
     models, tails = (found, small, large), [w for w in TAILS if w < length]

@@ -55,8 +55,12 @@ def prefixes(domain: str, model: LoadedModel, *, length: int) -> list[Prefix]:
     return [Prefix(name, domain, ids) for name, ids in pairs if len(ids) == whole]
 
 
-def split(found: Sequence[Prefix], tested: int) -> tuple[list[Prefix], list[Prefix]]:
-    """Prefixes for the rule and at least ``tested`` for the test, no document in both.
+def split(
+    found: Sequence[Prefix], *, tested: int, measured: int
+) -> tuple[list[Prefix], list[Prefix]]:
+    """``measured`` prefixes, or all there are, for the rule and ``tested`` for the test.
+
+    No document is in both.
 
     Documents are taken for the test in the order of their digests. Raises ValueError when the
     domain has too few.
@@ -67,10 +71,10 @@ def split(found: Sequence[Prefix], tested: int) -> tuple[list[Prefix], list[Pref
         if sum(p.document in test for p in found) >= tested:
             break
         test.add(name)
-    chosen = [p for p in found if p.document in test]
+    chosen = [p for p in found if p.document in test][:tested]
     if len(chosen) < tested:
         raise ValueError(f"{len(found)} prefixes are too few for a test on {tested}")
-    return [p for p in found if p.document not in test], chosen
+    return [p for p in found if p.document not in test][:measured], chosen
 
 
 def source_cache(source: LoadedModel, prefix: Prefix, length: int) -> KVCache:

@@ -14,7 +14,7 @@ from mappers.sample import SAMPLED_ROWS, largest, sample, sample_rows
 from tests.bench.corruptions import CORRUPTIONS, Context
 from tests.mappers.texts import AUTHOR, SKIPPED, builder, profile
 
-TEXTS = 100
+TEXTS = 50
 FALSE_REFUSALS = 0.02
 UNSEEN = {"another_documents_cache", "exponent_bit_flipped", "theta_off_by_2_percent"}
 HELD_OUT = [AUTHOR.ids(seed, 120 + seed % 80) for seed in range(5000, 5000 + TEXTS)]

@@ -106,7 +106,6 @@ def native_answer(target: Qwen3ForCausalLM, ids: torch.Tensor, tail: int) -> Tra
         guarantee="exact",
         unproven=False,
         token_ids_sha256=None,
-        request_id="none",
     )
     return Translated(from_hf(read_by(target, ids[:, :tokens])), receipt)
 
