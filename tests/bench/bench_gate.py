@@ -14,7 +14,7 @@ independent (several are of one document). ``recomputed``: the share of the prom
 target reads itself; ``recomputed_yes_or_no``: the same for a gate without native tails.
 
 With ``--corruptions``, one line a corruption: how many of the spoiled caches were refused. ``none``
-are good caches; ``..._with_token_ids`` those of requests that name 64 token ids.
+are good caches; ``..._with_token_ids`` those of requests that name 96 token ids.
 """
 
 import json
@@ -41,7 +41,6 @@ from service.schemas import TranslateRequest
 
 DEMO = Path(demo.__file__).parent
 TAILS = (1, 8, 32, 64, 128)
-NAMED_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _request(artifact: Artifact, length: int, prefix: Prefix | None = None) -> T
     }
     said: dict[str, Any] = {**sides, "tokens": length, "layout": "NHD"}
     if prefix is not None:
-        rows = sample_rows(length)[:: max(1, length // NAMED_TOKENS)]
+        rows = sample_rows(length)
         said["sample_token_ids"] = {"rows": rows.tolist(), "ids": prefix.ids[rows].tolist()}
     return TranslateRequest.model_validate_json(json.dumps(said))
 
