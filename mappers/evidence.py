@@ -106,21 +106,28 @@ class Evidence(BaseModel):
 
     @cached_property
     def idle(self) -> frozenset[tuple[Bucket, int, int]]:
-        """Buckets, lengths and tails at which the translation does not beat its own tail.
+        """Buckets, lengths and tails at which nothing is seen to be translated.
 
-        Those where the KL is not clearly lower than that of reading the same tail over nothing, on
-        the same documents. A small enough KL there is the tail's merit: such a mapper is idle.
+        Those where the KL is not clearly lower, on the same documents, than that of reading the
+        same tail over nothing, and over another document's translation. A small KL there is the
+        merit of the tail, or of the exact first tokens: such a mapper is idle.
         """
         bare: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
+        wrong: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
         own: dict[tuple[Bucket, int, int], dict[str, float]] = defaultdict(dict)
         for row in self.rows:
             if row.arm in (Arm.LAST_TOKENS, Arm.NO_CONTEXT):
                 bare[row.domain, row.length, row.native_tail][row.document] = row.kl
+            elif row.arm is Arm.WRONG_DOCUMENT:
+                wrong[row.domain, row.length, row.native_tail][row.document] = row.kl
             elif row.arm is Arm.TRANSLATED:
                 bucket = Bucket(row.domain, row.prefix_known, row.hops)
                 own[bucket, row.length, row.native_tail][row.document] = row.kl
         return frozenset(
-            key for key, kls in own.items() if not _beats(kls, bare[key[0].domain, key[1], key[2]])
+            (bucket, length, tail)
+            for (bucket, length, tail), kls in own.items()
+            for other in (bare, wrong)
+            if not _beats(kls, other[bucket.domain, length, tail])
         )
 
 
