@@ -64,8 +64,10 @@ def score_tasks(
     models = readers(source, target, translator, mapper.prefixes, native_tail=native_tail)
     found = {name: _answers(model, files, limit) for name, model in models.items()}
     return [
-        _score(task, *(found[name][task] for name in ("native", "translated", "source")), chance)
-        for task, chance in _chances(files, limit).items()
+        _score(
+            task, found["native"][task], found["translated"][task], found["source"][task], chances
+        )
+        for task, chances in _chances(files, limit).items()
     ]
 
 
