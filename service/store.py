@@ -128,6 +128,7 @@ class Store:
             artifact = artifacts.load(entry.path)
             if artifact.evidence is None and not self._settings.allow_unproven:
                 raise ArtifactError("the mapper has no evidence of its quality")
+            _refuse_scales(artifact.mapper)
             device, timing = self._settings.device, entry.timing
             entry.put(artifact, self._on_device(lambda: _prepare(artifact.mapper, device, timing)))
         except KVTranslatorError as error:
@@ -203,6 +204,13 @@ def _try_out(loaded: Loaded, timing: RunningFit) -> None:
         timing.add(tokens, time.perf_counter() - started)
         if not all(bool(torch.isfinite(t).all()) for t in (*answer.keys, *answer.values)):
             raise ArtifactError("the mapper gives values that are not finite")
+
+
+def _refuse_scales(mapper: Mapper) -> None:
+    # A request has no place for scales, and without them stored numbers are not the cache's.
+    for identity in (mapper.source, mapper.target):
+        if identity.kv_scales != "none":
+            raise ArtifactError(f"caches with {identity.kv_scales} scales are not served")
 
 
 def _side(identity: ModelIdentity | None) -> SideInfo | None:
