@@ -33,6 +33,8 @@ ENV PATH=/opt/kvt/bin:$PATH \
     KVT_HOST=0.0.0.0 \
     KVT_PORT=8080 \
     KVT_METRICS_PORT=9090
+# Where a volume for KVT_STATE goes: a new one takes over this owner.
+RUN install -d -o 10001 -g 10001 -m 700 /state
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8080 9090

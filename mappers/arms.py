@@ -7,16 +7,23 @@ distributions at the 32 positions T - 1 ... T + 30 are what is compared.
 - native: its own cache; one pass over the text gives all lengths, since attention is causal
 - translated: the mapper's cache, its first tokens exact (prefix known) or mapped like the rest
 - wrong document: the translated cache of another text of the same domain, first tokens exact
+- raw source: the source's own cache as it is, target layer l reading source layer
+  round(l (L_s - 1) / (L_t - 1)), the one at the same share of the depth; only where heads and
+  head size are equal
+- zero cache: keys and values of zeros, so attention is diluted and nothing is read
 - last tokens: nothing before the tail, which keeps its true absolute positions
 - no context: the last-tokens arm with a tail of 1, so token T - 1 sees only itself
 - source alone: the source model's own prediction
+- quantized: the target with weights rounded to 8 bits, which reads everything itself
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
@@ -29,15 +36,20 @@ CONTINUATION_TOKENS = 32
 
 @dataclass(frozen=True)
 class Reading:
-    """One document as both models see it; ``*_logits`` are [lengths, 32, vocabulary]."""
+    """One document as both models see it; ``*_logits`` are [lengths, 32, vocabulary].
+
+    ``exact_tokens`` of ``prefix_known`` are the target's own.
+    """
 
     ids: Tensor
     lengths: tuple[int, ...]
     native: KVCache
+    original: KVCache
     native_logits: Tensor
     source_logits: Tensor
     prefix_known: KVCache
     prefix_unknown: KVCache
+    exact_tokens: int
 
     def next_ids(self, length: int) -> Tensor:
         """The text's own continuation of a prompt of ``length`` tokens, int64 [32]."""
@@ -58,17 +70,19 @@ def read_document(
     """
     fitting = tuple(n for n in lengths if n + CONTINUATION_TOKENS <= len(ids))
     ids = ids[: max(fitting) + CONTINUATION_TOKENS]
-    native, native_logits = _read_all(target, ids, fitting)
-    original, source_logits = _read_all(source, ids, fitting)
-    exact, dtype = _exact_prefix(prefixes, ids, native), target.model.dtype
+    native, native_logits = read_all(target.model, ids, fitting)
+    original, source_logits = read_all(source.model, ids, fitting)
+    exact, dtype = exact_prefix(prefixes, ids, native), target.model.dtype
     return Reading(
         ids=ids,
         lengths=fitting,
         native=native,
+        original=original,
         native_logits=native_logits,
         source_logits=source_logits,
         prefix_known=translator.translate(original, prefix=exact, dtype=dtype),
         prefix_unknown=translator.translate(original, prefix=None, dtype=dtype),
+        exact_tokens=exact.tokens,
     )
 
 
@@ -80,22 +94,77 @@ def read_tail(
     ``caches`` hold at least the first ``length - tail`` tokens; with none of them the tail is read
     over nothing (B is 1 then).
     """
+    return _read_tail(target, caches, ids, length=length, tail=tail)[0]
+
+
+def read_and_continue(
+    target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
+) -> tuple[Tensor, Tensor]:
+    """``read_tail`` over at least one cache, and 32 greedy tokens after the prompt, int64 [B, 32].
+
+    The prompt is not read twice: the greedy tokens go on from what the tail's reading left.
+    """
+    logits, cache = _read_tail(target, caches, ids, length=length, tail=tail)
+    prompt = DynamicCache()
+    whole: Any  # plain layers all, for ``stacked`` made them
+    for layer, whole in enumerate(cache.layers):
+        prompt.update(whole.keys[:, :, :length], whole.values[:, :, :length], layer)
+    return logits, greedy(target.model, prompt, logits[:, 0].argmax(-1), length)
+
+
+def greedy(model: PreTrainedModel, cache: Cache, first: Tensor, position: int) -> Tensor:
+    """The 32 most likely tokens one after the other, from ``first`` [B] on; int64 [B, 32].
+
+    ``first`` is at ``position``, right after what ``cache`` holds; the cache grows.
+    """
+    chosen = [first]
+    for step in range(CONTINUATION_TOKENS - 1):
+        logits, cache = hf_compat.read(
+            model, chosen[-1][:, None], cache=cache, start_position=position + step
+        )
+        chosen.append(logits[:, -1].argmax(-1))
+    return torch.stack(chosen, dim=1).cpu()
+
+
+def read_all(model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[KVCache, Tensor]:
+    """A model's cache of all ``ids`` [T] but the last, and its logits after each prompt length."""
+    at = torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
+    logits, cache = hf_compat.read(model, ids[None, :-1], logits_at=at)
+    return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
+
+
+def raw_source(original: KVCache, target: LoadedModel) -> KVCache | None:
+    """The source's cache in the target's place; None where the shapes do not allow it."""
+    identity = target.identity
+    wanted = (identity.num_kv_heads, identity.head_dim)
+    if (original.num_kv_heads, original.head_dim) != wanted:
+        return None
+    deepest = max(1, identity.num_layers - 1)
+    step = (original.num_layers - 1) / deepest
+    read = [round(layer * step) for layer in range(identity.num_layers)]
+    keys, values = ([side[j] for j in read] for side in (original.keys, original.values))
+    return KVCache(tuple(keys), tuple(values), original.positions)
+
+
+def zero_cache(native: KVCache) -> KVCache:
+    """Zeros where the native cache has keys and values."""
+    zeros = (torch.zeros_like(native.keys[0]),) * native.num_layers
+    return KVCache(zeros, zeros, native.positions)
+
+
+def exact_prefix(prefixes: ExactPrefixes, ids: Tensor, native: KVCache) -> KVCache:
+    """The table's prefix; where it has none, what it would hold for the first token."""
+    match = prefixes.longest_match(tuple(ids.tolist()))
+    return native.slice(0, 1) if match is None else match[1]
+
+
+def _read_tail(
+    target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
+) -> tuple[Tensor, Cache]:
     begin, end = length - tail, length + CONTINUATION_TOKENS - 1
     cut = [cache.slice(0, begin) for cache in caches]
     model = target.model
     cache = hf_compat.stacked(cut, model.dtype, model.device) if cut else None
     batch = ids[begin:end].expand(max(1, len(caches)), -1)
     at = torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS)
-    return hf_compat.read(model, batch, cache=cache, start_position=begin, logits_at=at)[0]
-
-
-def _read_all(model: LoadedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[KVCache, Tensor]:
-    at = torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
-    logits, cache = hf_compat.read(model.model, ids[None, :-1], logits_at=at)
-    return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
-
-
-def _exact_prefix(prefixes: ExactPrefixes, ids: Tensor, native: KVCache) -> KVCache:
-    """The table's prefix; where it has none, what it would hold for the first token."""
-    match = prefixes.longest_match(tuple(ids.tolist()))
-    return native.slice(0, 1) if match is None else match[1]
+    return hf_compat.read(model, batch, cache=cache, start_position=begin, logits_at=at)

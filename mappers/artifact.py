@@ -4,6 +4,7 @@
 manifest.json        ``Manifest``: the pair, the recipe, where the mapper comes from
 weights.safetensors  ``target.{layer}.{k|v}.{W|b}``: W ``[inputs, H_t * D_t]``, b ``[H_t * D_t]``
 prefixes.safetensors ``ExactPrefixes``: the target's KV of known first tokens
+profile.safetensors  ``CalibrationProfile``: what the source's caches look like; may be missing
 evidence.json        ``Evidence``: how good the translations are; may be missing, or added later
 report.html          the same for people; may be missing
 SHA256SUMS           digests of all of these; its own digest is the artifact's
@@ -32,16 +33,17 @@ from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
 from mappers.mapper import AffineMap, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
+from mappers.profile import CalibrationProfile, bytes_at_most
 from mappers.recipes import RECIPES, check_shapes, flops_per_token
 from mappers.tensor_file import HEADER_BYTES_AT_MOST, pack, unpack
 
 __all__ = ["Artifact", "add_evidence", "find", "load", "load_manifest", "publish"]
 
 MANIFEST, WEIGHTS, PREFIXES = "manifest.json", "weights.safetensors", "prefixes.safetensors"
-EVIDENCE, REPORT = "evidence.json", "report.html"
+PROFILE, EVIDENCE, REPORT = "profile.safetensors", "evidence.json", "report.html"
 
 _NEEDED = {MANIFEST, WEIGHTS, PREFIXES}
-_ALLOWED = _NEEDED | {EVIDENCE, REPORT}
+_ALLOWED = _NEEDED | {PROFILE, EVIDENCE, REPORT}
 _MANIFEST_BYTES_AT_MOST = 16 << 20
 _EVIDENCE_BYTES_AT_MOST = 256 << 20
 _REPORT_BYTES_AT_MOST = 64 << 20
@@ -59,6 +61,7 @@ class Artifact:
     manifest: Manifest
     evidence: Evidence | None
     digest: str
+    profile: CalibrationProfile | None = None
 
 
 def publish(
@@ -67,6 +70,8 @@ def publish(
     facts: ManifestFacts,
     evidence: Evidence | None = None,
     report_html: str | None = None,
+    *,
+    profile: CalibrationProfile | None = None,
 ) -> Path:
     """Write a mapper as ``<root>/<mapper_id>``, replacing an older one of that id; the folder.
 
@@ -81,6 +86,7 @@ def publish(
         MANIFEST: [strict_json.dumps(manifest.model_dump(mode="json"))],
         WEIGHTS: pack(weights),
         PREFIXES: pack(prefixes),
+        **({} if profile is None else {PROFILE: pack(profile.tensors())}),
         **_findings(evidence, report_html),
     }
     return publish_folder(root, manifest.mapper_id, files)
@@ -94,7 +100,8 @@ def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None)
     with open_folder(path) as folder:
         manifest = _read_manifest(folder, path)
         limits = _limits(manifest)
-        kept = {name: [folder.read(name, at_most=limits[name])] for name in sorted(_NEEDED)}
+        names = sorted((_NEEDED | {PROFILE}) & folder.sums.keys())
+        kept = {name: [folder.read(name, at_most=limits[name])] for name in names}
     files: dict[str, Parts] = {
         **{name: [memoryview(part) for part in parts] for name, parts in kept.items()},
         **_findings(evidence, report_html),
@@ -115,11 +122,12 @@ def load(path: Path) -> Artifact:
     try:
         mapper = _mapper(manifest, unpack(data[WEIGHTS]), unpack(data[PREFIXES]))
         evidence = _evidence(data.get(EVIDENCE))
+        profile = _profile(manifest, data.get(PROFILE))
     except ArtifactError:
         raise
     except KVTranslatorError as error:
         raise ArtifactError(str(error)) from error
-    return Artifact(mapper, manifest, evidence, digest)
+    return Artifact(mapper, manifest, evidence, digest, profile)
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -188,7 +196,7 @@ def _read_manifest(folder: OpenFolder, path: Path) -> Manifest:
     names = folder.sums.keys()
     if not _NEEDED <= names <= _ALLOWED:
         raise ArtifactError(
-            f"expected the files {sorted(_NEEDED)} and at most {EVIDENCE}, {REPORT}"
+            f"expected the files {sorted(_NEEDED)} and at most {sorted(_ALLOWED - _NEEDED)}"
         )
     raw = bytes(folder.read(MANIFEST, at_most=_MANIFEST_BYTES_AT_MOST))
     try:
@@ -240,6 +248,7 @@ def _limits(manifest: Manifest) -> dict[str, int]:
         MANIFEST: _MANIFEST_BYTES_AT_MOST,
         WEIGHTS: manifest.weight_bytes + header,
         PREFIXES: manifest.prefix_bytes + header,
+        PROFILE: bytes_at_most(manifest.source) + header,
         EVIDENCE: _EVIDENCE_BYTES_AT_MOST,
         REPORT: _REPORT_BYTES_AT_MOST,
     }
@@ -285,3 +294,7 @@ def _evidence(raw: bytearray | None) -> Evidence | None:
     except (ValidationError, TypeError) as error:
         # TypeError: a table whose columns are no names.
         raise ArtifactError(f"{EVIDENCE}: {_why(error)}") from error
+
+
+def _profile(manifest: Manifest, raw: bytearray | None) -> CalibrationProfile | None:
+    return None if raw is None else CalibrationProfile.from_tensors(unpack(raw), manifest.source)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
+from mappers.checkpoint import read_checkpoint, write_checkpoint
 from mappers.corpus import Corpus
 from mappers.errors import CorpusError
 from mappers.identity import check_pair
@@ -20,10 +21,12 @@ from mappers.models import LoadedModel as LoadedModel
 from mappers.models import ModelSpec as ModelSpec
 from mappers.models import load_model as load_model
 from mappers.moments import PairMoments
+from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.rope import Rope, RotaryTable
 
 STATE_FILE = "state.json"
+PROFILE_SCHEMA = "profile-1"
 
 
 @dataclass(frozen=True)
@@ -43,31 +46,35 @@ def collect(
     *,
     stride: int = 4,
     skip_positions: int = 4,
+    profile: ProfileBuilder | None = None,
     checkpoints: Checkpoints | None = None,
     progress: bool = True,
 ) -> PairMoments:
     """Add the corpus's windows to ``moments``, or to those of an earlier, stopped pass.
 
     Of each window the positions ``skip_positions + offset, + stride, ...`` are taken, the offset
-    rotating from window to window. Returns the moments. Raises UnsupportedModel when the tokenizers
-    differ, CorpusError when the checkpoint is another plan's or another text's.
+    rotating from window to window. ``profile`` sees every source cache, whole. Returns the moments.
+    Raises UnsupportedModel when the tokenizers differ, CorpusError when the checkpoint is another
+    plan's or another text's.
     """
     check_pair(source.identity, target.identity)
     done = 0
     if checkpoints is not None:
-        done, moments = _resume(checkpoints, corpus, moments)
+        done, moments = _resume(checkpoints, corpus, moments, profile)
     for index in steps(range(done, len(corpus.windows)), "collecting", show=progress):
         ids = corpus.windows[index]
         rows = sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions)
         if len(rows):
             pair = aligned(source, target, ids)
+            if profile is not None:
+                profile.add(ids, pair[0])
             moments.add_window(
                 content(take(pair[0], rows), source.identity.rope, length=len(ids)),
                 content(take(pair[1], rows), target.identity.rope, length=len(ids)),
             )
         last = index + 1 == len(corpus.windows)
         if checkpoints is not None and (last or (index + 1) % checkpoints.every_windows == 0):
-            _save(checkpoints, corpus, moments, index + 1)
+            _save(checkpoints, corpus, moments, profile, index + 1)
     return moments
 
 
@@ -120,7 +127,7 @@ def content(cache: KVCache, rope: Rope, *, length: int) -> KVCache:
 
 
 def _resume(
-    checkpoints: Checkpoints, corpus: Corpus, fresh: PairMoments
+    checkpoints: Checkpoints, corpus: Corpus, fresh: PairMoments, profile: ProfileBuilder | None
 ) -> tuple[int, PairMoments]:
     state_file = checkpoints.folder / STATE_FILE
     if not state_file.exists():
@@ -132,24 +139,36 @@ def _resume(
             raise CorpusError(
                 f"the checkpoint belongs to another {key}; remove it or choose another work folder"
             )
+    if profile is not None:
+        tensors, _ = read_checkpoint(checkpoints.folder / state["profile"], PROFILE_SCHEMA)
+        profile.restore(tensors)
     return int(state["windows"]), PairMoments.load(checkpoints.folder / state["moments"])
 
 
-def _save(checkpoints: Checkpoints, corpus: Corpus, moments: PairMoments, done: int) -> None:
+def _save(
+    checkpoints: Checkpoints,
+    corpus: Corpus,
+    moments: PairMoments,
+    profile: ProfileBuilder | None,
+    done: int,
+) -> None:
     """The sums first, the state that vouches for them last, then the sums before are removed."""
     folder = checkpoints.folder
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"moments-{done:06d}.safetensors"
-    moments.save(folder / name)
+    names = {kind: f"{kind}-{done:06d}.safetensors" for kind in ("moments", "profile")}
+    moments.save(folder / names["moments"])
+    if profile is not None:
+        facts = {"schema": PROFILE_SCHEMA}
+        write_checkpoint(folder / names["profile"], profile.tensors(), facts)
     state = {
         "plan": checkpoints.plan_digest,
         "corpus": corpus.digest,
         "windows": done,
-        "moments": name,
+        **names,
     }
     temporary = folder / f".{STATE_FILE}"
     temporary.write_text(json.dumps(state))
     temporary.rename(folder / STATE_FILE)
-    for old in folder.glob("moments-*.safetensors"):
-        if old.name != name:
+    for old in [*folder.glob("moments-*.safetensors"), *folder.glob("profile-*.safetensors")]:
+        if old.name not in names.values():
             old.unlink()

@@ -10,6 +10,7 @@
     |-- SingularSystem      rows that do not determine a map, however many they are
     |-- NonFinite           a NaN or an infinity among numbers
     |-- CorpusError         text that cannot be calibrated on
+    |-- UnsupportedTask     a task that is not multiple choice
     `-- ArtifactError       a mapper on disk that must not be used
 
 A message names what was given and what was expected, and is safe to show to any caller: no path,
@@ -74,6 +75,12 @@ class CorpusError(KVTranslatorError):
     """Text that yields no usable window."""
 
     code = "corpus_error"
+
+
+class UnsupportedTask(KVTranslatorError):
+    """A task that cannot be scored over a translated cache."""
+
+    code = "unsupported_task"
 
 
 class ArtifactError(KVTranslatorError):

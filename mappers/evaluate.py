@@ -1,26 +1,26 @@
-"""Measure a mapper on documents that it has not seen: every arm, length and native tail."""
+"""Measure a mapper on documents that it has not seen, document by document, and keep the rows."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 
-from torch import Tensor
-
-from mappers.arms import CONTINUATION_TOKENS, Reading, read_document, read_tail
-from mappers.cache import KVCache
+from mappers.arms import CONTINUATION_TOKENS, Reading
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
-from mappers.evidence import Arm, Evidence, EvidenceRow
+from mappers.evidence import Evidence, documents_needed
+from mappers.hops import sides
+from mappers.int8 import int8_weights
+from mappers.layer_measures import layer_rows
 from mappers.mapper import Mapper
-from mappers.metrics import Reference
+from mappers.measure import Bench, Depth, Found, measure_document
 from mappers.models import LoadedModel
-from mappers.prefixes import ExactPrefixes
+from mappers.partial import Partial
+from mappers.profile import CalibrationProfile, scorer
 from mappers.progress import steps
 from mappers.translate import Translator
-
-BARE_TAILS = (1, 64, 128)
-"""Tails that are read over nothing even where no translation is measured with them."""
-LONGEST_CONTROL_TAIL = 128
-"""With more tokens read natively, a wrong document before them tells nothing that costs so much."""
 
 
 def evaluate(
@@ -31,28 +31,74 @@ def evaluate(
     *,
     lengths: Sequence[int],
     native_tails: Sequence[int],
+    profile: CalibrationProfile | None = None,
+    reverse: Mapper | None = None,
+    depth: Depth | None = None,
+    work: Path | None = None,
     progress: bool = True,
 ) -> Evidence:
-    """Evidence over the texts of all domains, from ``evaluation_texts``."""
-    rows: list[EvidenceRow] = []
-    translator = Translator(mapper, device=target.model.device)
-    for domain, corpus in texts.items():
-        rows += measure_domain(
-            translator,
-            mapper.prefixes,
-            source,
-            target,
-            corpus,
-            domain=domain,
-            lengths=lengths,
-            native_tails=native_tails,
-            progress=progress,
-        )
+    """Evidence over the texts of all domains, from ``evaluation_texts``.
+
+    ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
+    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's,
+    gives rows their score. ``reverse``, the mapper from the target to the source, is needed for
+    hops and drift. What each document gave is kept in ``work``, so that a stopped evaluation goes
+    on where it was, to the same evidence; without a folder it starts anew. It is the caller's to
+    remove.
+    """
+    depth = depth or Depth()
+    bench = Bench(
+        source=source,
+        target=target,
+        translator=Translator(mapper, device=target.model.device),
+        prefixes=mapper.prefixes,
+        rounded=int8_weights(target.model),
+        pair=None if reverse is None else sides(source, target, mapper, reverse),
+        score=scorer(profile, mapper),
+        lengths=tuple(lengths),
+        native_tails=tuple(native_tails),
+        depth=depth,
+    )
+    partial = None
+    if work is not None:
+        corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
+        options = [corpora, [*lengths], [*native_tails], asdict(depth)]
+        partial = Partial(work, _digest([mapper, *([reverse] if reverse else [])], options))
+    measured = {
+        domain: _domain(bench, corpus, domain, number, partial, progress)
+        for number, (domain, corpus) in enumerate(texts.items())
+    }
+    found = [one for documents in measured.values() for one in documents]
+    looked_into = {d: [one.sums for one in f if one.sums] for d, f in measured.items()}
     return Evidence(
         continuation_tokens=CONTINUATION_TOKENS,
         corpora={domain: corpus.digest for domain, corpus in texts.items()},
-        rows=tuple(rows),
+        rows=tuple(row for one in found for row in one.rows),
+        layers=tuple(row for d, sums in looked_into.items() if sums for row in layer_rows(sums, d)),
+        curve=tuple(row for one in found for row in one.curve),
+        drift=tuple(row for one in found for row in one.drift),
     )
+
+
+def require_documents(
+    texts: Mapping[str, Corpus], lengths: Iterable[int], *, alpha: float, delta: float
+) -> None:
+    """Raise TooFewData, before any model runs, where a domain could not be certified at any length.
+
+    A certificate that P(KL > threshold) <= ``alpha`` with confidence 1 - ``delta`` needs at least
+    ln(delta) / ln(1 - alpha) documents of a length, however good they are.
+    """
+    needed = documents_needed(alpha, delta)
+    for domain, corpus in texts.items():
+        counts = {
+            n: sum(len(ids) >= n + CONTINUATION_TOKENS for ids in corpus.windows) for n in lengths
+        }
+        if max(counts.values()) < needed:
+            raise TooFewData(
+                f"{domain}: {max(counts.values())} documents of {min(counts)} tokens and their "
+                f"continuation, but alpha {alpha:g} and delta {delta:g} need {needed}; give more "
+                "text, or ask for less"
+            )
 
 
 def evaluation_texts(
@@ -80,94 +126,51 @@ def evaluation_texts(
     }
 
 
-def measure_domain(
-    translator: Translator,
-    prefixes: ExactPrefixes,
-    source: LoadedModel,
-    target: LoadedModel,
+def _domain(
+    bench: Bench,
     corpus: Corpus,
-    *,
     domain: str,
-    lengths: Sequence[int],
-    native_tails: Sequence[int],
-    progress: bool = True,
-) -> list[EvidenceRow]:
-    """Raw rows of one domain, document by document in the corpus's order (longest first).
+    number: int,
+    partial: Partial | None,
+    progress: bool,
+) -> list[Found]:
+    """All documents of one domain in the corpus's order (longest first).
 
-    ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. The wrong document is the one
-    before; the first document's is the second.
+    The wrong document is the one before; the first document's is the second.
     """
-    rows: list[EvidenceRow] = []
-    windows = corpus.windows
-    pair = (source, target, translator, prefixes)
-    wrong = read_document(*pair, windows[1], lengths) if len(windows) > 1 else None
-    for number in steps(range(len(windows)), f"evaluating {domain}", show=progress):
-        reading = read_document(*pair, windows[number], lengths)
-        for length in reading.lengths:
-            prompt = _Prompt(corpus.names[number], domain, reading, length)
-            rows.extend(_whole(prompt))
-            for tail in sorted({*native_tails, *BARE_TAILS}):
-                if tail < length:
-                    other = wrong if tail <= LONGEST_CONTROL_TAIL else None
-                    over = _caches(reading, other, length) if tail in native_tails else {}
-                    rows.extend(_tails(target, prompt, over, tail))
-        wrong = reading
-    return rows
+
+    @lru_cache(maxsize=2)
+    def reading(document: int) -> Reading:
+        return bench.read(corpus.windows[document])
+
+    found: list[Found] = []
+    windows = range(len(corpus.windows))
+    for document in steps(windows, f"evaluating {domain}", show=progress):
+        kept = partial.load(number, document) if partial else None
+        if kept is None:
+            wrong = document - 1 if document else 1
+            kept = measure_document(
+                bench,
+                reading(document),
+                reading(wrong) if wrong in windows else None,
+                document=corpus.names[document],
+                domain=domain,
+                deep=document < bench.depth.documents,
+            )
+            if partial:
+                partial.save(number, document, kept)
+        found.append(kept)
+    return found
 
 
-class _Prompt:
-    """The first ``length`` tokens of one document: what its rows have in common."""
-
-    def __init__(self, document: str, domain: str, reading: Reading, length: int) -> None:
-        self.document, self.domain, self.length = document, domain, length
-        self.ids, at = reading.ids, reading.lengths.index(length)
-        self.native_logits = reading.native_logits[at]
-        self.source_logits = reading.source_logits[at]
-        self.reference = Reference(self.native_logits, reading.next_ids(length))
-
-    def row(self, arm: Arm, logits: Tensor, *, tail: int, known: bool = False) -> EvidenceRow:
-        """One row from the arm's logits [32, vocabulary]."""
-        return EvidenceRow(
-            document=self.document,
-            domain=self.domain,
-            length=self.length,
-            native_tail=tail,
-            prefix_known=known,
-            arm=arm,
-            **self.reference.compare(logits)._asdict(),
-        )
-
-
-def _whole(prompt: _Prompt) -> Iterator[EvidenceRow]:
-    """The arms without a tail: the target reads everything, or nothing at all."""
-    yield prompt.row(Arm.NATIVE, prompt.native_logits, tail=prompt.length)
-    yield prompt.row(Arm.SOURCE_ALONE, prompt.source_logits, tail=0)
-
-
-_Key = tuple[Arm, bool]
-
-
-def _caches(reading: Reading, wrong: Reading | None, length: int) -> dict[_Key, KVCache]:
-    """Whose caches a tail is read over, by arm and whether the first tokens are exact."""
-    caches = {
-        (Arm.TRANSLATED, True): reading.prefix_known,
-        (Arm.TRANSLATED, False): reading.prefix_unknown,
-    }
-    if wrong is not None and wrong.prefix_known.tokens >= length:
-        caches[Arm.WRONG_DOCUMENT, True] = wrong.prefix_known
-    return caches
-
-
-def _tails(
-    target: LoadedModel, prompt: _Prompt, over: dict[_Key, KVCache], tail: int
-) -> Iterator[EvidenceRow]:
-    """The arms with a tail, those over a cache in one batch."""
-    bare = Arm.NO_CONTEXT if tail == 1 else Arm.LAST_TOKENS
-    alone = read_tail(target, [], prompt.ids, length=prompt.length, tail=tail)[0]
-    yield prompt.row(bare, alone, tail=tail)
-    if over:
-        caches = list(over.values())
-        batch = read_tail(target, caches, prompt.ids, length=prompt.length, tail=tail)
-        for (arm, known), logits in zip(over, batch, strict=True):
-            yield prompt.row(arm, logits, tail=tail, known=known)
+def _digest(mappers: Iterable[Mapper], options: object) -> str:
+    """sha256 of the mappers' weights, models and recipe, and of the options."""
+    running = hashlib.sha256(json.dumps(options).encode())
+    for mapper in mappers:
+        sides_of = [side.model_dump(mode="json") for side in (mapper.source, mapper.target)]
+        running.update(json.dumps([*sides_of, mapper.recipe], sort_keys=True).encode())
+        for name, affine in mapper.affine_maps():
+            running.update(name.encode())
+            for tensor in (affine.weight, affine.bias):
+                running.update(tensor.float().cpu().contiguous().numpy().tobytes())
+    return running.hexdigest()

@@ -1,81 +1,60 @@
-"""The measured record of how good a mapper's translations are, and the rule that reads it.
+"""evidence.json: the measured record of how good a mapper's translations are, and its rule.
 
-Every row is one measurement: one document, one prompt length, one native tail, one arm. Nothing
-here knows a threshold: rows are kept raw, so that the rule for any threshold can be computed when
-the mapper is loaded. The rule is Learn-then-Test (Angelopoulos et al., arXiv 2110.01052) with the
-exact binomial tail: documents, not tokens, are the independent draws.
+====================== ============================================================================
+schema_version         2; version 1 had ``rows`` alone, without the measures that may be None
+continuation_tokens    N: over how many positions each row is a mean (32)
+corpora                digest of the token ids that were measured, by domain
+rows                   ``EvidenceRow``: one document, length, native tail, hop count and arm each
+layers                 ``LayerRow``: R2, attention-output cosine and error concentration, by head
+curve                  ``CurveRow``: translated layers in a native cache, one by one and cumulated
+drift                  ``DriftRow``: conversations that are translated at every turn
+====================== ============================================================================
 
-On disk the rows are one table, ``{"columns": [...], "values": [[...], ...]}``.
+Each table is ``{"columns": [...], "values": [[...], ...]}``; ``evidence_rows.py`` defines columns.
+
+Nothing here knows a threshold: rows are kept raw, so that the rule for any threshold can be
+computed when the mapper is loaded. The rule is Learn-then-Test (Angelopoulos et al., arXiv
+2110.01052) with the exact binomial tail: documents, not tokens, are the independent draws.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    Strict,
+    FieldSerializationInfo,
     ValidationInfo,
     field_serializer,
     field_validator,
-    model_validator,
 )
 
+from mappers.evidence_rows import (
+    TABLES,
+    Arm,
+    CurveRow,
+    DriftRow,
+    EvidenceRow,
+    LayerRow,
+    Row,
+    from_table,
+    to_table,
+)
 
-class Arm(StrEnum):
-    """What the target read instead of its own cache; ``evaluate.py`` says how each is made."""
-
-    NATIVE = "native"
-    TRANSLATED = "translated"
-    WRONG_DOCUMENT = "wrong_document"
-    LAST_TOKENS = "last_tokens"
-    NO_CONTEXT = "no_context"
-    SOURCE_ALONE = "source_alone"
-
-
-Measure = Annotated[float, Strict(False)]  # "NaN" and "Infinity" are strings in JSON
-
-
-class EvidenceRow(BaseModel):
-    """One measurement over the continuation of one prompt of ``length`` tokens.
-
-    ``native_tail`` is how many of the prompt's last tokens the target read natively,
-    ``prefix_known`` whether the first tokens were exact, ``hops`` how many translations the
-    source's cache had been through before this one (0: it was the source's own).
-    ``kl`` is the mean over positions of KL(native || arm) in nats a token, ``kl_max`` its maximum,
-    ``top1`` the share of positions with the same most likely token, ``nll`` the mean negative
-    log-likelihood of the text in nats a token. A measure that is not finite is kept as such.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
-
-    document: str
-    domain: str
-    length: int = Field(ge=1)
-    native_tail: int = Field(ge=0)
-    prefix_known: bool
-    hops: int = Field(default=0, ge=0)
-    arm: Arm
-    kl: Measure
-    kl_max: Measure
-    top1: Measure
-    nll: Measure
-
-    @field_validator("arm", mode="before")
-    @classmethod
-    def _arm(cls, value: object) -> object:
-        return Arm(value) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _no_negative_kl(self) -> Self:
-        if self.kl < 0 or self.kl_max < 0:
-            raise ValueError("a KL divergence is never negative")
-        return self
+__all__ = [
+    "Arm",
+    "Bucket",
+    "Evidence",
+    "EvidenceRow",
+    "Verdict",
+    "decide",
+    "documents_needed",
+    "kl_bound",
+]
 
 
 class Bucket(NamedTuple):
@@ -87,29 +66,28 @@ class Bucket(NamedTuple):
 
 
 class Evidence(BaseModel):
-    """All rows of one mapper, with the digests of the texts that they were measured on."""
+    """All tables of one mapper, with the digests of the texts that they were measured on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="strings")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
     continuation_tokens: int = Field(ge=1)
     corpora: dict[str, str]
     rows: tuple[EvidenceRow, ...]
+    layers: tuple[LayerRow, ...] = ()
+    curve: tuple[CurveRow, ...] = ()
+    drift: tuple[DriftRow, ...] = ()
 
-    @field_validator("rows", mode="before")
+    @field_validator(*TABLES, mode="before")
     @classmethod
     def _from_table(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, dict) and value.keys() == {"columns", "values"}:
-            columns, values = value["columns"], value["values"]
-            rows = (dict(zip(columns, row, strict=True)) for row in values)
-            return tuple(EvidenceRow.model_validate(row) for row in rows)
-        return value
+        return from_table(value, TABLES[info.field_name or ""])
 
-    @field_serializer("rows", when_used="json")
-    def _to_table(self, rows: tuple[EvidenceRow, ...]) -> dict[str, list[object]]:
-        columns = list(EvidenceRow.model_fields)
-        values = [list(row.model_dump(mode="json").values()) for row in rows]
-        return {"columns": [*columns], "values": [*values]}
+    @field_serializer(*TABLES, when_used="json")
+    def _to_table(
+        self, rows: tuple[Row, ...], info: FieldSerializationInfo
+    ) -> dict[str, list[object]]:
+        return to_table(rows, TABLES[info.field_name])
 
     @cached_property
     def translated(self) -> Mapping[Bucket, Mapping[int, Mapping[int, tuple[float, ...]]]]:
@@ -125,6 +103,32 @@ class Evidence(BaseModel):
             bucket: {n: {w: tuple(kls) for w, kls in tails.items()} for n, tails in lengths.items()}
             for bucket, lengths in found.items()
         }
+
+    @cached_property
+    def idle(self) -> frozenset[tuple[Bucket, int, int]]:
+        """Buckets, lengths and tails at which nothing is seen to be translated.
+
+        Those where the KL is not clearly lower, on the same documents, than that of reading the
+        same tail over nothing, and over another document's translation. A small KL there is the
+        merit of the tail, or of the exact first tokens: such a mapper is idle.
+        """
+        bare: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
+        wrong: dict[tuple[str, int, int], dict[str, float]] = defaultdict(dict)
+        own: dict[tuple[Bucket, int, int], dict[str, float]] = defaultdict(dict)
+        for row in self.rows:
+            if row.arm in (Arm.LAST_TOKENS, Arm.NO_CONTEXT):
+                bare[row.domain, row.length, row.native_tail][row.document] = row.kl
+            elif row.arm is Arm.WRONG_DOCUMENT:
+                wrong[row.domain, row.length, row.native_tail][row.document] = row.kl
+            elif row.arm is Arm.TRANSLATED:
+                bucket = Bucket(row.domain, row.prefix_known, row.hops)
+                own[bucket, row.length, row.native_tail][row.document] = row.kl
+        return frozenset(
+            (bucket, length, tail)
+            for (bucket, length, tail), kls in own.items()
+            for other in (bare, wrong)
+            if not _beats(kls, other[bucket.domain, length, tail])
+        )
 
 
 class Verdict(NamedTuple):
@@ -151,6 +155,11 @@ def kl_bound(kls: Iterable[float | EvidenceRow], alpha: float, delta: float) -> 
     return None if exceedances is None else values[len(values) - 1 - exceedances]
 
 
+def documents_needed(alpha: float, delta: float) -> int:
+    """The fewest documents with which ``kl_bound`` is a number at all."""
+    return math.ceil(math.log(delta) / math.log1p(-alpha))
+
+
 def decide(
     evidence: Evidence,
     *,
@@ -160,6 +169,7 @@ def decide(
     prefix_known: bool,
     max_kl: float,
     max_native_tail: int | None = None,
+    native_tails: Collection[int] | None = None,
     alpha: float,
     delta: float,
 ) -> Verdict:
@@ -168,8 +178,11 @@ def decide(
     ``domain`` None asks for every measured domain at once, so the worst decides; ``hops`` is the
     number of translations before this one. Between two measured lengths both must pass. Tails are
     tested from the largest allowed down and testing stops at the first that fails (fixed sequence),
-    so the level holds for the tail that is chosen without correction. Reasons: ``no_evidence``,
-    ``drift_budget_exhausted``, ``length_not_certified``, ``certified_kl_exceeds_threshold``.
+    so the level holds for the tail that is chosen without correction. ``native_tails``: the only
+    ones that may be chosen (None: all that were measured). A tail at which the mapper is ``idle``
+    is never chosen; if none else passes, there is no evidence that translating helps. Reasons:
+    ``no_evidence``, ``drift_budget_exhausted``, ``length_not_certified``,
+    ``certified_kl_exceeds_threshold``.
     """
     buckets = _buckets(evidence, domain, prefix_known)
     domains = {b.domain for b in buckets}
@@ -177,19 +190,24 @@ def decide(
         return _refusal("no_evidence")
     if any(hops > max(b.hops for b in buckets if b.domain == d) for d in domains):
         return _refusal("drift_budget_exhausted")
-    tables = [evidence.translated[b] for b in buckets if b.hops == hops]
+    own = [b for b in buckets if b.hops == hops]
+    tables = [evidence.translated[b] for b in own]
     if len(tables) < len(domains):
         return _refusal("no_evidence")
     around = [_measured_around(tokens, table) for table in tables]
     if not all(around):
         return _refusal("length_not_certified")
     cells = [table[n] for table, lengths in zip(tables, around, strict=True) for n in lengths]
+    if native_tails is not None:
+        cells = [{w: kls for w, kls in cell.items() if w in native_tails} for cell in cells]
+    idle = {w for b, n in zip(own, around, strict=True) for m in n for w in _idle(evidence, b, m)}
     limit = tokens - 1 if max_native_tail is None else min(max_native_tail, tokens - 1)
-    return _smallest_tail(cells, limit, max_kl, alpha, delta)
+    return _smallest_tail(cells, idle, limit, max_kl, alpha, delta)
 
 
 def _smallest_tail(
     cells: Sequence[Mapping[int, tuple[float, ...]]],
+    idle: Collection[int],
     limit: int,
     max_kl: float,
     alpha: float,
@@ -207,7 +225,11 @@ def _smallest_tail(
         if not worst <= max_kl:
             failed = Verdict("reprefill", "certified_kl_exceeds_threshold", 0, worst, rows)
             return best if best.decision == "translate" else failed
-        best = Verdict("translate", None, tail, worst, rows)
+        # An idle tail is tested like the others, or the sequence would not be a fixed one.
+        if tail not in idle:
+            best = Verdict("translate", None, tail, worst, rows)
+        elif best.decision != "translate":
+            best = Verdict("reprefill", "no_evidence", 0, worst, rows)
     return best
 
 
@@ -221,6 +243,21 @@ def _measured_around(tokens: int, lengths: Mapping[int, object]) -> list[int]:
     below = [n for n in lengths if n <= tokens]
     above = [n for n in lengths if n >= tokens]
     return sorted({max(below), min(above)}) if below and above else []
+
+
+def _idle(evidence: Evidence, bucket: Bucket, length: int) -> set[int]:
+    return {w for b, n, w in evidence.idle if (b, n) == (bucket, length)}
+
+
+def _beats(own: Mapping[str, float], bare: Mapping[str, float]) -> bool:
+    """Whether KLs are lower by 3 standard errors on the documents that have both, if any has."""
+    shared = own.keys() & bare.keys()
+    if not shared:
+        return True
+    gains = [_closed(bare[name]) - _closed(own[name]) for name in shared]
+    mean = sum(gains) / len(gains)
+    variance = sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1)
+    return mean > 3 * math.sqrt(variance / len(gains)) and mean > 0
 
 
 def _refusal(reason: str) -> Verdict:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mappers import artifact
 from mappers.cache import DTYPES
-from mappers.collect import Checkpoints, collect, sampled_rows
+from mappers.collect import PROFILE_SCHEMA, Checkpoints, collect, sampled_rows
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
 from mappers.errors import TooFewData
-from mappers.evaluate import evaluate, evaluation_texts
+from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
 from mappers.geometry import Geometry
 from mappers.identity import check_pair
@@ -25,6 +25,7 @@ from mappers.mapper import Mapper
 from mappers.models import LoadedModel, load_model
 from mappers.moments import PairMoments
 from mappers.plan import FitPlan
+from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.recipes import RECIPES
 from mappers.report import render
@@ -54,10 +55,16 @@ def fit_pair(
     )
     for held_out in texts.values():
         refuse_overlap(corpus, held_out)
-    moments = _moments(plan, source, target, corpus, progress)
+    if plan.alpha is not None:
+        require_documents(texts, plan.lengths, alpha=plan.alpha, delta=plan.delta)
+    builder = ProfileBuilder(
+        source.identity, windows=len(corpus.windows), skip_positions=plan.skip_positions
+    )
+    moments = _moments(plan, source, target, corpus, builder, progress)
     selection = select(moments, plan.k, plan.ridge)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
-    folder = artifact.publish(plan.root, mapper, manifest_facts(plan, corpus, moments, selection))
+    facts = manifest_facts(plan, corpus, moments, selection)
+    folder = artifact.publish(plan.root, mapper, facts, profile=builder.profile())
     if texts:
         # From the disk, so that what is measured is what will be served.
         loaded = artifact.load(folder)
@@ -66,11 +73,14 @@ def fit_pair(
             source,
             target,
             texts,
+            profile=loaded.profile,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
+            work=_checkpoints(plan, source, target).folder / "evaluation",
             progress=progress,
         )
         folder = artifact.add_evidence(folder, evidence, render(loaded.manifest, evidence))
+        shutil.rmtree(_checkpoints(plan, source, target).folder / "evaluation", ignore_errors=True)
     if plan.work is None:
         shutil.rmtree(_checkpoints(plan, source, target).folder)
     return folder
@@ -122,7 +132,12 @@ def _calibration(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Cor
 
 
 def _moments(
-    plan: FitPlan, source: LoadedModel, target: LoadedModel, corpus: Corpus, progress: bool
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    profile: ProfileBuilder,
+    progress: bool,
 ) -> PairMoments:
     structure = RECIPES[plan.recipe].structure
     empty = PairMoments(Geometry.of(source.identity, target.identity), structure)
@@ -142,7 +157,7 @@ def _checkpoints(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Che
     """A folder for each head structure, whose sums are of another shape."""
     structure = RECIPES[plan.recipe].structure
     sides = (side.identity.model_dump(mode="json") for side in (source, target))
-    decisive = [*sides, structure, plan.stride, plan.skip_positions]
+    decisive = [*sides, structure, plan.stride, plan.skip_positions, PROFILE_SCHEMA]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     own = plan.root / f".fit-{digest[:12]}"
     return Checkpoints(plan.work / structure if plan.work else own, digest)

@@ -4,14 +4,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+TOP = 5
+
 
 class Measures(NamedTuple):
-    """Over N positions: KL(native || arm) mean and maximum, NLL (nats a token), top-1 share."""
+    """Over N positions; named and defined as the columns of ``EvidenceRow``."""
 
     kl: float
     kl_max: float
     top1: float
     nll: float
+    kl_p95: float
+    kl_p99: float
+    worst_position: int
+    top5: float
 
 
 class Reference:
@@ -24,7 +30,7 @@ class Reference:
     def __init__(self, native: Tensor, next_ids: Tensor) -> None:
         self.log_p = native.double().log_softmax(-1)
         self.p = self.log_p.exp()
-        self.best = self.log_p.argmax(-1)
+        self.best = _best(self.log_p)
         self.next_ids = next_ids.to(native.device)[:, None]
 
     def compare(self, arm: Tensor) -> Measures:
@@ -33,8 +39,18 @@ class Reference:
         # Rounding below zero is cut off.
         kl = (self.p * (self.log_p - log_q)).sum(-1).clamp(min=0)
         nll = -log_q.gather(-1, self.next_ids)
-        top1 = (self.best == log_q.argmax(-1)).double().mean()
-        return Measures(*(_rounded(t) for t in (kl.mean(), kl.max(), top1, nll.mean())))
+        best = _best(log_q)
+        shared = (self.best[:, :, None] == best[:, None, :]).any(-1).double().mean()
+        return Measures(
+            kl=_rounded(kl.mean()),
+            kl_max=_rounded(kl.max()),
+            top1=_rounded((self.best[:, 0] == best[:, 0]).double().mean()),
+            nll=_rounded(nll.mean()),
+            kl_p95=_rounded(kl.quantile(0.95)),
+            kl_p99=_rounded(kl.quantile(0.99)),
+            worst_position=int(kl.argmax()),
+            top5=_rounded(shared),
+        )
 
 
 def gap_recovered(source_nll: float, translated_nll: float, native_nll: float) -> float:
@@ -49,6 +65,11 @@ def gap_recovered(source_nll: float, translated_nll: float, native_nll: float) -
 def context_recovered(kl: float, no_context_kl: float) -> float:
     """1 - KL / KL(no context): 1 is as good as native, 0 as having read nothing."""
     return 1 - kl / no_context_kl if no_context_kl > 0 else float("nan")
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The most likely tokens in order, int64 [N, 5] (fewer for a smaller vocabulary)."""
+    return logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
 
 
 def _rounded(value: Tensor) -> float:

@@ -19,11 +19,13 @@ class FitPlan(BaseModel):
     matrix. ``windows`` calibration windows of ``window_tokens`` tokens, of which every
     ``stride``-th row is taken and none of the first ``skip_positions``. ``evaluation`` names the
     texts of each domain; ``documents`` of each are measured at prompts of ``lengths`` tokens (those
-    that both models and the document allow) with each of ``native_tails``. The table of exact
-    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
-    ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
-    template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
-    needs no second pass; without it they are beside the artifact until it is done.
+    that both models and the document allow) with each of ``native_tails``. Given ``alpha`` (and
+    ``delta``), documents too few to certify a share alpha are found before anything is fitted. The
+    table of exact prefixes holds what the tokenizer puts in front of a text (or, if that is
+    nothing, the ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the
+    opening of a chat template. ``work`` keeps the sums, so that a stopped fit resumes and another
+    ``k`` or ``ridge`` needs no second pass; without it they are beside the artifact until it is
+    done.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +48,8 @@ class FitPlan(BaseModel):
     documents: Count = 64
     lengths: tuple[Count, ...] = (128, 256, 512, 1024)
     native_tails: tuple[Count, ...] = (1, 32, 128, 512)
+    alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.05
     first_tokens: Annotated[int, Field(ge=0)] = 256
     known_texts: tuple[str, ...] = ()
 

@@ -4,7 +4,7 @@ from starlette.responses import JSONResponse, Response
 
 from service.call import Judged
 from service.gate import DETAILS
-from service.schemas import Receipt, Reprefill
+from service.schemas import Receipt, Reprefill, ShadowRequest
 from service.translation import Side
 from service.wire import write_header
 
@@ -33,9 +33,11 @@ def reprefill(judged: Judged, reason: str) -> Response:
     return JSONResponse(body.model_dump(mode="json"), headers=headers)
 
 
-def translated_head(judged: Judged, target: Side) -> tuple[bytes, dict[str, str]]:
+def translated_head(
+    judged: Judged, target: Side, shadow: ShadowRequest | None
+) -> tuple[bytes, dict[str, str]]:
     """The safetensors header that carries the receipt, and the HTTP headers."""
-    receipt, ruling = _receipt(judged), judged.ruling
+    receipt, ruling = _receipt(judged, shadow), judged.ruling
     tensors = [(name, target.dtype, target.shape) for name in target.names]
     head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
     headers = {
@@ -45,12 +47,15 @@ def translated_head(judged: Judged, target: Side) -> tuple[bytes, dict[str, str]
         "KVT-Decision": "translate",
         "KVT-Tokens": str(ruling.tokens),
         "KVT-Native-Tail": str(ruling.native_tail),
+        "KVT-Answer-Id": judged.call.request_id,
         "x-vsr-kv-transfer-status": "applied",
     }
     if ruling.kl_bound is not None:
         headers["KVT-KL-Bound"] = f"{ruling.kl_bound:.6g}"
     if ruling.unproven:
         headers["KVT-Unproven"] = "true"
+    if shadow is not None:
+        headers |= {"KVT-Shadow": "requested", "KVT-Feedback-Token": shadow.token}
     return head, headers
 
 
@@ -62,9 +67,8 @@ def _common(judged: Judged) -> dict[str, str]:
     }
 
 
-def _receipt(judged: Judged) -> Receipt:
-    request, ruling = judged.request, judged.ruling
-    settings = judged.call.service.settings
+def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
+    request, ruling, policy = judged.request, judged.ruling, judged.standing.policy
     return Receipt(
         mapper=judged.entry.id,
         digest=judged.entry.digest or "",
@@ -77,12 +81,13 @@ def _receipt(judged: Judged) -> Receipt:
         dtype=request.target.kv_dtype or request.target.dtype,
         kl_bound=ruling.kl_bound,
         max_kl=ruling.max_kl,
-        alpha=settings.alpha,
-        delta=settings.delta,
+        alpha=policy.alpha,
+        delta=policy.delta,
         rows=ruling.rows,
-        guarantee=_guarantee(ruling.unproven, settings.alpha, settings.delta),
+        guarantee=_guarantee(ruling.unproven, policy.alpha, policy.delta),
         unproven=ruling.unproven,
         token_ids_sha256=request.token_ids_sha256,
+        shadow=shadow,
     )
 
 

@@ -9,7 +9,9 @@ from fastapi import FastAPI
 from prometheus_client import start_http_server
 
 from service import health, openapi, problems, routes
+from service.breaker_metrics import BreakerCollector
 from service.context import RequestContext
+from service.guards import Guards
 from service.metrics import Metrics
 from service.settings import Settings
 from service.state import Service
@@ -33,7 +35,10 @@ def create_app(settings: Settings) -> FastAPI:
     )
     metrics = Metrics(version=health.current_version())
     worker = Worker(settings, metrics)
-    app.state.service = Service(settings, metrics, Store(settings, worker.on_device), worker)
+    store = Store(settings, worker.on_device)
+    service = Service(settings, metrics, store, worker, Guards(settings))
+    app.state.service = service
+    metrics.registry.register(BreakerCollector(store, service.guards))
     app.include_router(routes.router)
     app.include_router(health.router)
     if settings.metrics_port is None:
@@ -52,6 +57,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     await loading
     service.worker.stop()
+    service.guards.close()
 
 
 async def _load(service: Service) -> None:
@@ -60,6 +66,8 @@ async def _load(service: Service) -> None:
     for entry in service.store.entries:
         service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
         log.info("mapper", id=entry.id, state=entry.state, error=entry.error)
+    for name in service.guards.policies.unused({entry.id for entry in service.store.entries}):
+        log.warning("policy of a mapper that is not there", id=name)
     service.lifecycle.starting = False
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from service.body import Body
 from service.gate import Ruling
+from service.guards import Standing
 from service.ledger import Ledger
 from service.schemas import TranslateRequest
 from service.state import Service
@@ -12,12 +13,16 @@ from service.store import Entry
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request to /translate; ``declared_bytes`` is its Content-Length."""
+    """One HTTP request to /translate; ``declared_bytes`` is its Content-Length.
+
+    ``client`` is what our books call the caller; the request's id is the answer's as well.
+    """
 
     service: Service
     body: Body
     declared_bytes: int | None
     request_id: str
+    client: str
     ledger: Ledger
 
 
@@ -28,4 +33,5 @@ class Judged:
     call: Call
     entry: Entry
     request: TranslateRequest
+    standing: Standing
     ruling: Ruling

@@ -31,7 +31,8 @@ from service.answer import (
     refusal,
     unreachable,
 )
-from service.schemas import Health, Info, MapperList, Plan, TranslateRequest
+from service.feedback import FeedbackReceipt, Lists, posted_feedback
+from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
 from service.upload import Upload
 
 __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
@@ -90,6 +91,23 @@ class Client:
             return answer.outcome()
         except BadAnswer as error:
             return bad_answer(error, response.status_code)
+
+    def feedback(
+        self,
+        receipt: Receipt,
+        *,
+        kl: float | None = None,
+        native: Lists | None = None,
+        translated: Lists | None = None,
+    ) -> FeedbackReceipt:
+        """Report what the answer was worth, when its ``receipt.shadow`` asks for it.
+
+        ``kl`` in nats a token (NaN is taken as the worst), or for each position the lists of
+        ``(token id, log-probability)``. May be repeated. Raises ValueError for an answer that is
+        not to be measured, NotTranslated when the service does not take it.
+        """
+        posted = posted_feedback(receipt, kl, native, translated)
+        return self._document(FeedbackReceipt, "POST", "/feedback", **posted)
 
     def plan(self, request: TranslateRequest) -> Plan:
         """The decision so far, without tensors. Raises NotTranslated when there is no plan."""
@@ -162,6 +180,18 @@ class AsyncClient:
             return answer.outcome()
         except BadAnswer as error:
             return bad_answer(error, response.status_code)
+
+    async def feedback(
+        self,
+        receipt: Receipt,
+        *,
+        kl: float | None = None,
+        native: Lists | None = None,
+        translated: Lists | None = None,
+    ) -> FeedbackReceipt:
+        """As ``Client.feedback``."""
+        posted = posted_feedback(receipt, kl, native, translated)
+        return await self._document(FeedbackReceipt, "POST", "/feedback", **posted)
 
     async def plan(self, request: TranslateRequest) -> Plan:
         """As ``Client.plan``."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from mappers.cache import KVCache
 from mappers.evidence import Verdict, decide
+from service.guards import Standing
+from service.policy import Policy
 from service.schemas import TranslateRequest
-from service.settings import Settings
 from service.store import Entry
 
 UNPROVEN_TAIL = 1
@@ -16,9 +17,12 @@ DETAILS = {
     "no_evidence": "the mapper was not measured on enough prompts of this kind",
     "certified_kl_exceeds_threshold": "no native tail that is allowed meets the KL threshold",
     "length_not_certified": "the mapper was not measured on prompts of this length",
-    "drift_budget_exhausted": "the cache has been translated more often than was measured",
+    "drift_budget_exhausted": "the conversation has been translated too often, or its KLs add up",
+    "breaker_open": "the KLs that callers measured for such requests are too large",
     "would_miss_deadline": "the queue is too long for the caller's reprefill_ms",
     "non_finite": "the cache, or its translation, holds values that are not finite",
+    "implausible_values": "the cache is not what this model makes of a text, or not of that text",
+    "out_of_distribution": "the cache is less like the calibration text than what was measured",
 }
 
 
@@ -41,17 +45,38 @@ class Ruling:
         """One sentence for people."""
         return None if self.reason is None else DETAILS[self.reason]
 
+    @property
+    def drift(self) -> float:
+        """What the answer adds to its session, nats a token."""
+        return self.max_kl if self.kl_bound is None else self.kl_bound
+
 
 def rule(
-    entry: Entry, request: TranslateRequest, settings: Settings, *, pending_seconds: float
+    entry: Entry,
+    request: TranslateRequest,
+    standing: Standing,
+    *,
+    allow_unproven: bool,
+    pending_seconds: float,
 ) -> Ruling:
-    """Weigh the evidence, then the time. ``pending_seconds``: the expected wait for the device."""
-    max_kl = min(settings.max_kl, request.max_kl or math.inf)
+    """Weigh the evidence, what became of earlier answers, and the time.
+
+    ``pending_seconds``: the expected wait for the device.
+    """
+    policy = standing.policy
+    max_kl = min(policy.max_kl, request.max_kl or math.inf)
     known = _known_prefix(entry, request)
-    verdict, unproven = _weigh(entry, request, settings, max_kl, prefix_known=known is not None)
+    verdict, unproven = _weigh(
+        entry, request, policy, max_kl, prefix_known=known is not None, unproven=allow_unproven
+    )
     tokens = request.tokens - verdict.native_tail
     expected = entry.timing.seconds(tokens)
-    reason = verdict.reason or _too_slow(request, verdict, expected, pending_seconds)
+    reason = (
+        verdict.reason
+        or _below_break_even(request, verdict, expected)
+        or _worn(request, standing, max_kl if verdict.kl_bound is None else verdict.kl_bound)
+        or _would_miss_deadline(request, verdict, expected, pending_seconds)
+    )
     return Ruling(
         reason=reason,
         tokens=0 if reason else tokens,
@@ -77,29 +102,35 @@ def _known_prefix(entry: Entry, request: TranslateRequest) -> KVCache | None:
 def _weigh(
     entry: Entry,
     request: TranslateRequest,
-    settings: Settings,
+    policy: Policy,
     max_kl: float,
     *,
     prefix_known: bool,
+    unproven: bool,
 ) -> tuple[Verdict, bool]:
     """The evidence's verdict, and whether it stands on no evidence at all."""
     most = request.tokens - 1
     tail = most if request.max_native_tail is None else min(request.max_native_tail, most)
+    domain = request.domain or policy.default_domain
     verdict = Verdict("reprefill", "no_evidence", 0, None, 0)
+    if policy.domains and domain not in policy.domains:
+        return verdict, False
     if entry.evidence is not None:
         verdict = decide(
             entry.evidence,
             tokens=request.start_position + request.tokens,
-            domain=request.domain or settings.default_domain,
+            domain=domain,
             hops=request.hops,
             prefix_known=prefix_known,
             max_kl=max_kl,
             max_native_tail=tail,
-            alpha=settings.alpha,
-            delta=settings.delta,
+            native_tails=policy.native_tails or None,
+            alpha=policy.alpha,
+            delta=policy.delta,
         )
-    if verdict.reason == "no_evidence" and settings.allow_unproven and tail >= UNPROVEN_TAIL:
-        return Verdict("translate", None, UNPROVEN_TAIL, None, verdict.rows), True
+    smallest = min(policy.native_tails, default=UNPROVEN_TAIL)
+    if verdict.reason == "no_evidence" and unproven and tail >= smallest:
+        return Verdict("translate", None, smallest, None, verdict.rows), True
     return _closed(verdict, max_kl), False
 
 
@@ -110,14 +141,35 @@ def _closed(verdict: Verdict, max_kl: float) -> Verdict:
     return verdict
 
 
-def _too_slow(
+def _worn(request: TranslateRequest, standing: Standing, kl: float) -> str | None:
+    """Whether earlier translations speak against one more, of this certified KL.
+
+    What they cost is known for a session that we served; a caller that names none, or less than
+    its hops, is taken to have paid as much for each of them.
+    """
+    spent = max(standing.spent, request.hops * kl)
+    budget = standing.policy.drift_budget
+    if budget is not None and not spent + kl <= budget:
+        return "drift_budget_exhausted"
+    return "breaker_open" if standing.breaker_open else None
+
+
+def _saved_seconds(request: TranslateRequest, verdict: Verdict) -> float:
+    """What the caller does not pay: the target reads the tail natively in any case."""
+    share = 1 - verdict.native_tail / request.tokens
+    return math.inf if request.reprefill_ms is None else share * request.reprefill_ms / 1000
+
+
+def _below_break_even(
+    request: TranslateRequest, verdict: Verdict, expected: float | None
+) -> str | None:
+    slow = expected is not None and not expected < _saved_seconds(request, verdict)
+    return "below_break_even" if slow else None
+
+
+def _would_miss_deadline(
     request: TranslateRequest, verdict: Verdict, expected: float | None, pending_seconds: float
 ) -> str | None:
-    if request.reprefill_ms is None or expected is None:
-        return None
-    # The target reads the tail natively: that share of its prefill is paid in any case.
-    share = 1 - verdict.native_tail / request.tokens
-    saved = share * request.reprefill_ms / 1000
-    if not expected < saved:
-        return "below_break_even"
-    return None if pending_seconds + expected < saved else "would_miss_deadline"
+    late = pending_seconds + (expected or 0.0)
+    missed = expected is not None and not late < _saved_seconds(request, verdict)
+    return "would_miss_deadline" if missed else None

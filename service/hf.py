@@ -20,9 +20,10 @@ from mappers.cache import KVCache, from_hf, to_hf
 from mappers.errors import LayoutError
 from mappers.identity import IdentityClaim, ModelIdentity
 from mappers.layouts import Layout
+from mappers.sample import sample_rows
 from service.answer import Outcome, Translated
 from service.client import Client
-from service.schemas import TranslateRequest
+from service.schemas import TokenSample, TranslateRequest
 
 PREFIX_TOKENS = 64
 """How many first token ids are sent, for the artifact's table of exact prefixes."""
@@ -71,7 +72,7 @@ def request_for(
         tokens=sent.tokens,
         layout=Layout.NHD,
         prefix_token_ids=tuple(prompt_ids.flatten()[:PREFIX_TOKENS].tolist()),
-        **limits,
+        **{"sample_token_ids": _sampled(prompt_ids.flatten(), sent.tokens), **limits},
     )
     return sent, request
 
@@ -99,6 +100,12 @@ def cache_from(
 def unread(cache: DynamicCache | None, prompt_ids: Tensor) -> Tensor:
     """The part of ``prompt_ids`` [1, T] that the target still has to read, at least one token."""
     return prompt_ids[:, 0 if cache is None else cache.get_seq_length() :]
+
+
+def _sampled(ids: Tensor, tokens: int) -> TokenSample:
+    """The token ids at up to 96 rows, which show that the cache is of this prompt."""
+    rows = sample_rows(tokens)
+    return TokenSample(rows=tuple(rows.tolist()), ids=tuple(ids[rows.to(ids.device)].tolist()))
 
 
 def claim_of(model: ModelIdentity | IdentityClaim) -> IdentityClaim:

@@ -56,6 +56,18 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.shadowed = Counter(
+            "kvt_shadow_requested",
+            "Answers whose KL the caller was asked to measure",
+            ["pair"],
+            registry=registry,
+        )
+        self.feedback = Counter(
+            "kvt_feedback",
+            "Measured KLs that callers posted: good, violation, or the code of a refusal",
+            ["pair", "outcome"],
+            registry=registry,
+        )
         self.in_flight = Gauge("kvt_in_flight", "Requests that hold a place", registry=registry)
         self.in_flight_bytes = Gauge(
             "kvt_in_flight_bytes", "Memory of requests in flight", registry=registry

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from service.answers import SAFETENSORS
 from service.errors import CODES
+from service.feedback import Feedback
 from service.problems import MEDIA_TYPE
 from service.schemas import ProblemBody, Receipt, Reprefill, TranslateRequest
 
@@ -47,6 +48,7 @@ _EXAMPLE_PROBLEM = {
     "retryable": False,
     "request_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e",
 }
+_EXAMPLE_FEEDBACK = {"answer_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e", "kl": 0.031}
 _BODY_TEXT = """A safetensors file, read as it arrives: 8 bytes with the length of the header
 (little-endian), the JSON header, the tensors. In the header, `__metadata__.kvt` is the request
 document (schema `TranslateRequest`) as a string. Tensor names follow from `layout`:
@@ -102,6 +104,9 @@ _ANSWER_HEADERS = {
     "KVT-Tokens": _header("Rows answered"),
     "KVT-Native-Tail": _header("Rows that the target reads itself"),
     "KVT-KL-Bound": _header("Certified KL in nats a token"),
+    "KVT-Answer-Id": _header("Id of the answer, the same as that of the request"),
+    "KVT-Shadow": _header("requested: measure the KL of this answer and post it to /feedback"),
+    "KVT-Feedback-Token": _header("Goes with that post, as a header of the same name"),
     "KVT-Unproven": _header("true when there is no evidence behind the answer"),
     "x-vsr-kv-transfer-status": _header("applied or fallback_reprefill"),
     "x-vsr-kv-mapper-id": _header("Id of the mapper"),
@@ -159,6 +164,35 @@ PLAN: dict[str, Any] = {
     },
     "responses": _problems((*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, "layout_error")),
 }
+FEEDBACK: dict[str, Any] = {
+    "openapi_extra": {
+        "parameters": [
+            {
+                "name": "KVT-Feedback-Token",
+                "in": "header",
+                "required": True,
+                "schema": {"type": "string"},
+            }
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {JSON: {"schema": _ref(Feedback), "example": _EXAMPLE_FEEDBACK}},
+        },
+    },
+    "responses": _problems(
+        (
+            "bad_request",
+            "bad_document",
+            "unauthorized",
+            "wrong_feedback_token",
+            "answer_not_found",
+            "feedback_differs",
+            "answer_expired",
+            "state_unavailable",
+            *_MEDIA_CODES,
+        )
+    ),
+}
 READ_ONE: dict[str, Any] = {"responses": _problems(("mapper_not_found",))}
 ADMIN: dict[str, Any] = {
     "responses": _problems(("unauthorized", "admin_off", "mapper_not_found", "busy", "internal"))
@@ -174,7 +208,7 @@ def install(app: FastAPI) -> None:
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes
             )
             known = schema.setdefault("components", {}).setdefault("schemas", {})
-            for model in (TranslateRequest, Receipt, Reprefill, ProblemBody):
+            for model in (TranslateRequest, Receipt, Reprefill, ProblemBody, Feedback):
                 own = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 known |= own.pop("$defs", {})
                 known[model.__name__] = own

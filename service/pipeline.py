@@ -13,8 +13,9 @@ from service import answers, gate
 from service.body import Body, ClientGone
 from service.call import Call, Judged
 from service.errors import Problem
-from service.schemas import Plan, TranslateRequest, read_request
-from service.settle import settle
+from service.guards import Claim, Standing
+from service.schemas import Plan, ShadowRequest, TranslateRequest, read_request
+from service.settle import observe_stages, settle
 from service.state import Service
 from service.store import Entry
 from service.stream import Running, Stream
@@ -44,19 +45,26 @@ async def translate(call: Call) -> Response:
         judged = _judge(call, head.request)
         if judged.ruling.reason is not None:
             return answers.reprefill(judged, judged.ruling.reason)
+        claim = held.enter_context(_claim(judged))
         work = _reserve(judged, head, held)
         await _ingest(call, work)
         running = await _start(judged, head, work, held)
+        call.ledger.note(**work.facts)
         if work.refusal is not None:
+            observe_stages(call.service.metrics, work.seconds)
             return answers.reprefill(judged, work.refusal)
-        return _emit(judged, running, held.pop_all())
+        shadow = await _mark(judged)
+        if shadow is None and judged.standing.phase == "half_open":
+            return answers.reprefill(judged, "breaker_open")
+        claim.kept = True
+        return _emit(judged, running, shadow, held.pop_all())
 
 
 def plan(service: Service, request: TranslateRequest) -> Plan:
     """Answer ``POST /translate/plan``: the same first steps, without the cache."""
     service.lifecycle.check_open()
     entry = _identify_pair(service, request)
-    ruling = _cheap_gate(service, entry, request)
+    standing, ruling = _cheap_gate(service, entry, request)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
     return Plan(
@@ -69,8 +77,8 @@ def plan(service: Service, request: TranslateRequest) -> Plan:
         native_tail=ruling.native_tail,
         kl_bound=ruling.kl_bound,
         max_kl=ruling.max_kl,
-        alpha=service.settings.alpha,
-        delta=service.settings.delta,
+        alpha=standing.policy.alpha,
+        delta=standing.policy.delta,
         rows=ruling.rows,
         unproven=ruling.unproven,
         expected_ms=None if expected is None else round(expected * 1000, 3),
@@ -93,9 +101,9 @@ async def _read_head(call: Call) -> Head:
 def _judge(call: Call, request: TranslateRequest) -> Judged:
     entry = _identify_pair(call.service, request)
     call.ledger.pair = entry.id
-    ruling = _cheap_gate(call.service, entry, request)
+    standing, ruling = _cheap_gate(call.service, entry, request)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
-    return Judged(call, entry, request, ruling)
+    return Judged(call, entry, request, standing, ruling)
 
 
 def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
@@ -108,10 +116,36 @@ def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
     return entry
 
 
-def _cheap_gate(service: Service, entry: Entry, request: TranslateRequest) -> gate.Ruling:
+def _cheap_gate(
+    service: Service, entry: Entry, request: TranslateRequest
+) -> tuple[Standing, gate.Ruling]:
     with service.metrics.stage("gate"):
-        pending = service.worker.pending_seconds()
-        return gate.rule(entry, request, service.settings, pending_seconds=pending)
+        standing = service.guards.standing(entry, request)
+        return standing, gate.rule(
+            entry,
+            request,
+            standing,
+            allow_unproven=service.settings.allow_unproven,
+            pending_seconds=service.worker.pending_seconds(),
+        )
+
+
+def _claim(judged: Judged) -> contextlib.AbstractContextManager[Claim]:
+    """Take what the gate found to be free, before anyone else is asked about it."""
+    call = judged.call
+    return call.service.guards.claim(
+        call.request_id, judged.request, judged.standing, judged.ruling.drift
+    )
+
+
+async def _mark(judged: Judged) -> ShadowRequest | None:
+    call, standing = judged.call, judged.standing
+    shadow = await call.service.guards.mark(
+        call.request_id, call.client, standing, judged.ruling.max_kl
+    )
+    if shadow is not None:
+        call.service.metrics.shadowed.labels(judged.entry.id).inc()
+    return shadow
 
 
 def _sides(entry: Entry, request: TranslateRequest, tokens: int) -> tuple[Side, Side]:
@@ -133,9 +167,8 @@ def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
         raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
     held.enter_context(call.service.worker.memory(source.nbytes + target.nbytes))
     try:
-        return Translation(
-            judged.entry.loaded, source, target, request.start_position, ruling.prefix
-        )
+        domain = request.domain or judged.standing.policy.default_domain
+        return Translation(judged.entry.loaded, source, target, request, domain, ruling.prefix)
     except MemoryError as error:
         raise Problem("out_of_memory", "there is no memory for this request now") from error
 
@@ -180,9 +213,11 @@ async def _watched(body: Body) -> AsyncIterator[asyncio.Task[None]]:
         watcher.cancel()
 
 
-def _emit(judged: Judged, running: Running, held: AsyncExitStack) -> Response:
+def _emit(
+    judged: Judged, running: Running, shadow: ShadowRequest | None, held: AsyncExitStack
+) -> Response:
     settings = judged.call.service.settings
-    head, headers = answers.translated_head(judged, running.work.target)
+    head, headers = answers.translated_head(judged, running.work.target, shadow)
     return Stream(
         head,
         headers,

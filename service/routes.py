@@ -5,6 +5,7 @@ import hmac
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import SecretStr
 from starlette.responses import Response
 
 from service import openapi, pipeline
@@ -12,6 +13,7 @@ from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
 from service.call import Call
 from service.errors import Problem
+from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt, read_feedback
 from service.ledger import Ledger
 from service.openapi import JSON, OCTETS
 from service.schemas import MapperInfo, MapperList, Plan, read_request
@@ -33,7 +35,8 @@ async def translate(request: Request, service: TheService) -> Response:
     """
     with Ledger(service.metrics, request.scope["kvt.facts"]) as ledger:
         body, declared = _open(request, service, (SAFETENSORS, OCTETS))
-        call = Call(service, body, declared, request.scope["kvt.request_id"], ledger)
+        client = service.guards.client(request.client.host if request.client else None)
+        call = Call(service, body, declared, request.scope["kvt.request_id"], client, ledger)
         try:
             return await pipeline.translate(call)
         except ClientGone:
@@ -45,8 +48,7 @@ async def translate(request: Request, service: TheService) -> Response:
 @router.post("/v1/translate/plan", include_in_schema=False)
 async def plan(request: Request, service: TheService) -> Plan:
     """What would become of this request: the same document, without tensors."""
-    body, _ = _open(request, service, (JSON,))
-    raw = await body.rest(MAX_DOCUMENT_BYTES)
+    raw = await _document(request, service, MAX_DOCUMENT_BYTES)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -57,23 +59,48 @@ async def plan(request: Request, service: TheService) -> Plan:
 @router.get("/mappers")
 async def list_mappers(service: TheService) -> MapperList:
     """All mappers that this service knows."""
-    return MapperList(mappers=[entry.info() for entry in service.store.entries])
+    return MapperList(mappers=[_info(service, entry) for entry in service.store.entries])
 
 
 @router.get("/mappers/{mapper_id}", **openapi.READ_ONE)
 async def get_mapper(mapper_id: str, service: TheService) -> MapperInfo:
-    """One mapper."""
-    return service.store.by_id(mapper_id).info()
+    """One mapper, with its breakers."""
+    return _info(service, service.store.by_id(mapper_id))
+
+
+@router.post("/feedback", **openapi.FEEDBACK)
+@router.post("/v1/feedback", include_in_schema=False)
+async def feedback(request: Request, service: TheService) -> FeedbackReceipt:
+    """Report the KL of an answer that came with `KVT-Shadow: requested`; once, or the same again.
+
+    `KVT-Feedback-Token` is the header of that answer.
+    """
+    counter = service.metrics.feedback
+    try:
+        if (bearer := service.settings.feedback_token) is not None:
+            _bearer(request, bearer)
+        posted = read_feedback(await _document(request, service, MAX_FEEDBACK_BYTES))
+        token = request.headers.get("kvt-feedback-token", "")
+        mapper_id, receipt = await service.guards.report(posted, token)
+    except Problem as problem:
+        counter.labels("unknown", problem.code).inc()
+        raise
+    counter.labels(mapper_id, "violation" if receipt.violation else "good").inc()
+    return receipt
 
 
 async def _admin(request: Request, service: TheService) -> None:
     token = service.settings.admin_token
     if token is None:
         raise Problem("admin_off", "no admin token is configured")
+    _bearer(request, token)
+
+
+def _bearer(request: Request, token: SecretStr) -> None:
     given = request.headers.get("authorization", "").encode()
     expected = f"Bearer {token.get_secret_value()}".encode()
     if not hmac.compare_digest(given, expected):
-        raise Problem("unauthorized", "send Authorization: Bearer and the admin token")
+        raise Problem("unauthorized", "send Authorization: Bearer and the token of this route")
 
 
 @router.post("/mappers/{mapper_id}/load", dependencies=[Depends(_admin)], **openapi.ADMIN)
@@ -94,7 +121,21 @@ async def unload_mapper(mapper_id: str, service: TheService) -> MapperInfo:
 
 def _counted(service: Service, entry: Entry) -> MapperInfo:
     service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
-    return entry.info()
+    return _info(service, entry)
+
+
+def _info(service: Service, entry: Entry) -> MapperInfo:
+    breakers = service.guards.breakers(entry.id, entry.digest)
+    return entry.info().model_copy(update={"breakers": breakers})
+
+
+async def _document(request: Request, service: Service, limit_bytes: int) -> bytes:
+    """A small JSON body."""
+    body, _ = _open(request, service, (JSON,))
+    try:
+        return await body.rest(limit_bytes)
+    except ClientGone as error:
+        raise Problem("client_disconnect", "the client went away") from error
 
 
 def _open(request: Request, service: Service, accepted: tuple[str, ...]) -> tuple[Body, int | None]:

@@ -1,16 +1,24 @@
 """The documents of the HTTP interface, as they are read and as they are answered."""
 
 import json
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
 from service.errors import Problem
+from service.policy import Word
 
 Decision = Literal["translate", "reprefill"]
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 MAX_DOCUMENT_CHARS = 16 * 1024
 MAX_DEPTH = 16
 
@@ -27,6 +35,21 @@ REASONS = (
     "non_finite",
     "implausible_values",
 )
+
+
+class TokenSample(BaseModel):
+    """The token ids at some rows of the cache, so that it can be checked to be of that text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    rows: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=256)
+    ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=256)
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.rows) != len(self.ids):
+            raise ValueError("one id for each row")
+        return self
 
 
 class TranslateRequest(BaseModel):
@@ -50,11 +73,17 @@ class TranslateRequest(BaseModel):
     )
     domain: Word | None = Field(None, description="Kind of text, as named in the evidence.")
     hops: int = Field(0, ge=0, le=64, description="Translations that this cache has been through.")
+    session_id: str | None = Field(
+        None, min_length=1, max_length=256, description="Conversation whose drift is added up."
+    )
     reprefill_ms: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="What the caller pays without a translation."
     )
     prefix_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), max_length=1024, description="First token ids of the prompt."
+    )
+    sample_token_ids: TokenSample | None = Field(
+        None, description="Token ids at some rows, row 0 being the first that is sent."
     )
     heads: None = Field(None, description="Reserved: a range of kv heads.")
     probe: None = Field(None, description="Reserved: the target's own KV of the first tokens.")
@@ -62,10 +91,26 @@ class TranslateRequest(BaseModel):
         None, pattern=r"^[0-9a-f]{64}$", description="Returned in the receipt."
     )
 
+    @model_validator(mode="after")
+    def _sample_within(self) -> Self:
+        if self.sample_token_ids is not None and max(self.sample_token_ids.rows) >= self.tokens:
+            raise ValueError("sample_token_ids: a row that is not sent")
+        return self
+
     @field_validator("layout", mode="before")
     @classmethod
     def _layout(cls, value: object) -> object:
         return next((layout for layout in Layout if layout == value), value)
+
+
+class ShadowRequest(BaseModel):
+    """The caller is asked to measure the KL of this answer and to post it to ``/feedback``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answer_id: str
+    token: str = Field(description="Proves that the answer was given to whoever posts its KL.")
+    expires_seconds: float = Field(description="Time to post it, from the answer on.")
 
 
 class Receipt(BaseModel):
@@ -74,8 +119,8 @@ class Receipt(BaseModel):
     ``tokens`` rows are answered, from ``start_position``; the target reads the ``native_tail`` rows
     after them itself. Certified: among such requests P(KL > ``kl_bound``) <= ``alpha`` with
     confidence 1 - ``delta``, from ``rows`` measured documents. ``unproven`` marks an answer of a
-    service that was told to do without evidence. Equal requests have equal receipts: the id of the
-    request is in the headers only.
+    service that was told to do without evidence. Equal requests have equal receipts, but for those
+    that the service picks for ``shadow``: the id of any other answer is in the headers only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -98,6 +143,7 @@ class Receipt(BaseModel):
     guarantee: str
     unproven: bool
     token_ids_sha256: str | None
+    shadow: ShadowRequest | None = None
 
 
 class Reprefill(BaseModel):
@@ -168,6 +214,20 @@ class SideInfo(BaseModel):
     head_dim: int
 
 
+class BreakerInfo(BaseModel):
+    """The sequential test of one kind of request; only those with feedback are listed."""
+
+    domain: str
+    max_tokens: int = Field(description="The longest prompts of its length bucket.")
+    state: Literal["closed", "open", "half_open"]
+    e_value: float = Field(description="Evidence that it is too bad; opens at 1 / delta.")
+    close_e_value: float = Field(description="Evidence that it is good again, when half-open.")
+    samples: int = Field(description="KLs counted since it last opened or closed.")
+    violations: int
+    clients: int = Field(description="Clients that these came from, as far as remembered.")
+    opened_seconds_ago: float | None
+
+
 class MapperInfo(BaseModel):
     """A mapper that the service knows, and the state it is in."""
 
@@ -181,6 +241,7 @@ class MapperInfo(BaseModel):
     evidence_rows: int
     certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
     error: str | None = Field(description="Why it could not be loaded.")
+    breakers: list[BreakerInfo] = Field(default_factory=list)
 
 
 class MapperList(BaseModel):
@@ -258,7 +319,9 @@ def _no_constants(name: str) -> NoReturn:
     raise Problem("bad_document", "NaN and Infinity are not JSON")
 
 
-_OWN_NAMES = frozenset(TranslateRequest.model_fields) | frozenset(IdentityClaim.model_fields)
+_OWN_NAMES = frozenset(
+    name for model in (TranslateRequest, IdentityClaim, TokenSample) for name in model.model_fields
+)
 # The text of these may hold what was sent, or comes from our own validators.
 _OPAQUE_TYPES = ("value_error", "assertion_error")
 

@@ -12,11 +12,14 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from service.policy import Policy
+
 MIB = 1 << 20
 
 
-class Settings(BaseSettings):
-    """One frozen object; a bad value is an error that names its key.
+class Settings(BaseSettings, Policy):
+    """One frozen object; a bad value is an error that names its key. Most of ``Policy`` is here
+    as the default of all pairs.
 
     The YAML file is the one given as ``config`` or named by ``KVT_CONFIG``. What is given as an
     argument wins over the environment, and that over the file.
@@ -36,13 +39,19 @@ class Settings(BaseSettings):
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
     threads: int | None = Field(None, ge=1, description="Threads of one translation.")
 
-    max_kl: float = Field(0.15, gt=0, allow_inf_nan=False, description="Nats a token.")
-    alpha: float = Field(0.1, gt=0, lt=1, description="Share of answers that may exceed it.")
-    delta: float = Field(0.05, gt=0, lt=1, description="1 - confidence of that.")
-    default_domain: str | None = Field(
-        None, description="Domain of requests that name none; none: the worst of all decides."
-    )
     allow_unproven: bool = Field(False, description="Serve mappers without evidence; marked.")
+    pairs: dict[str, Policy] = Field(
+        {}, description="Changes of the policy by mapper id; in the YAML file."
+    )
+    state: Path | None = Field(
+        None, description="SQLite file for breakers and feedback; they end with us without it."
+    )
+    feedback_seconds: float = Field(3600, gt=0, description="Time to post an answer's KL.")
+    feedback_token: SecretStr | None = Field(
+        None, min_length=16, description="Bearer token that /feedback asks for as well."
+    )
+    max_sessions: int = Field(100_000, ge=1, description="Sessions whose drift is remembered.")
+    session_seconds: float = Field(86_400, gt=0, description="An idle session is forgotten.")
 
     queue_requests: int = Field(16, ge=1, description="Most requests in flight.")
     max_body_bytes: int = Field(16 * 1024 * MIB, ge=1, description="Largest body.")

@@ -1,11 +1,13 @@
 """What is counted when an answer with tensors has ended."""
 
 import time
+from collections.abc import Mapping
 
 import structlog
 
 from service.call import Judged
 from service.logs import described
+from service.metrics import Metrics
 from service.problems import as_problem
 from service.stream import Cut, Running
 
@@ -37,8 +39,7 @@ def _fault(running: Running) -> str:
 def _sent(judged: Judged, running: Running) -> None:
     metrics, pair, ruling = judged.call.service.metrics, judged.entry.id, judged.ruling
     judged.entry.timing.add(ruling.tokens, sum(running.work.seconds.values()))
-    for stage, seconds in running.work.seconds.items():
-        metrics.stage_seconds.labels(stage).observe(seconds)
+    observe_stages(metrics, running.work.seconds)
     egress = time.perf_counter() - running.started_seconds
     metrics.stage_seconds.labels("egress").observe(egress)
     metrics.tokens.labels(pair).inc(ruling.tokens)
@@ -47,6 +48,12 @@ def _sent(judged: Judged, running: Running) -> None:
     if ruling.kl_bound is not None:
         metrics.kl_bound.labels(pair).observe(ruling.kl_bound)
     judged.call.ledger.close("translate")
+
+
+def observe_stages(metrics: Metrics, seconds: Mapping[str, float]) -> None:
+    """Count how long the device thread was in each of its stages."""
+    for stage, spent in seconds.items():
+        metrics.stage_seconds.labels(stage).observe(spent)
 
 
 def _prefill_seconds(judged: Judged) -> float:

@@ -1,10 +1,11 @@
-"""What one application holds: settings, mappers, worker, metrics, and where it is in its life."""
+"""What one application holds: settings, mappers, worker, guards, and where it is in its life."""
 
 from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from service.errors import Problem
+from service.guards import Guards
 from service.metrics import Metrics
 from service.settings import Settings
 from service.store import Store
@@ -32,6 +33,7 @@ class Service:
     metrics: Metrics
     store: Store
     worker: Worker
+    guards: Guards
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
 

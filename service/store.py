@@ -18,6 +18,7 @@ from mappers.evidence import Evidence
 from mappers.identity import IdentityClaim, ModelIdentity, check
 from mappers.mapper import Mapper
 from mappers.translate import Translator
+from service.content import ContentGate
 from service.errors import Problem
 from service.estimate import RunningFit
 from service.schemas import MapperInfo, SideInfo
@@ -32,11 +33,12 @@ class Loaded:
     """What a loaded mapper occupies memory with.
 
     ``gain`` and ``offset`` bound its output: no absolute value of the answer exceeds
-    ``gain * (largest of the source) + offset``.
+    ``gain * (largest of the source) + offset``. ``content`` is what it holds against caches.
     """
 
     mapper: Mapper
     translator: Translator
+    content: ContentGate
     gain: float
     offset: float
 
@@ -69,7 +71,8 @@ class Entry:
         """Memory of weights and exact prefixes; 0 when not loaded."""
         if self._loaded is None:
             return 0
-        return self._loaded.mapper.nbytes + self._loaded.mapper.prefixes.nbytes
+        mapper, profile = self._loaded.mapper, self._loaded.content.profile
+        return mapper.nbytes + mapper.prefixes.nbytes + (profile.nbytes if profile else 0)
 
     def put(self, artifact: Artifact, loaded: Loaded) -> None:
         """Start serving this artifact."""
@@ -130,7 +133,7 @@ class Store:
                 raise ArtifactError("the mapper has no evidence of its quality")
             _refuse_scales(artifact.mapper)
             device, timing = self._settings.device, entry.timing
-            entry.put(artifact, self._on_device(lambda: _prepare(artifact.mapper, device, timing)))
+            entry.put(artifact, self._on_device(lambda: _prepare(artifact, device, timing)))
         except KVTranslatorError as error:
             entry.error = str(error)
             entry.state = "ready" if entry.state == "ready" else "failed"
@@ -178,12 +181,16 @@ def artifact_folders(given: Iterable[Path]) -> list[Path]:
     return folders
 
 
-def _prepare(mapper: Mapper, device: str, timing: RunningFit) -> Loaded:
+def _prepare(artifact: Artifact, device: str, timing: RunningFit) -> Loaded:
+    mapper = artifact.mapper
     translator = Translator(mapper, device=torch.device(device))
     maps = [affine for _, affine in mapper.affine_maps()]
     loaded = Loaded(
         mapper,
         translator,
+        ContentGate.of(
+            artifact.profile, artifact.evidence, mapper.source, mapper.skipped_positions
+        ),
         gain=max(float(m.weight.float().abs().sum(0).max()) for m in maps),
         offset=max(float(m.bias.float().abs().max()) for m in maps),
     )

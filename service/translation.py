@@ -89,7 +89,7 @@ class Translation:
     """The buffers of one request and what the device thread does with them.
 
     Memory: the source as received and the target as sent, once each. ``run`` ends with ``refusal``
-    None, or with a reason from the closed list.
+    None, or with a reason from the closed list; ``facts`` are what the content gate measured.
     """
 
     def __init__(
@@ -97,15 +97,17 @@ class Translation:
         loaded: Loaded,
         source: Side,
         target: Side,
-        start_position: int,
+        request: TranslateRequest,
+        domain: str | None,
         prefix: KVCache | None,
     ) -> None:
         self.target = target
         self._loaded, self._source = loaded, source
-        self._start_position, self._prefix = start_position, prefix
+        self._request, self._domain, self._prefix = request, domain, prefix
         self._received = np.empty(source.nbytes, np.uint8)
         self._answer = np.empty(target.nbytes, np.uint8)
         self.seconds: dict[str, float] = {}
+        self.facts: dict[str, float | str] = {}
         self.refusal: str | None = None
         self.proven_finite = False
 
@@ -123,11 +125,15 @@ class Translation:
         """On the device thread: inspect the source, then translate layer by layer."""
         started = time.perf_counter()
         source = self._read(tensors)
-        largest = _largest((*source.keys, *source.values))
+        inspection = self._loaded.content.inspect(source, self._request, self._domain)
         inspected = time.perf_counter()
         self.seconds["content_gate"] = inspected - started
+        self.refusal, self.facts = inspection.reason, inspection.facts
+        if self.refusal is not None:
+            return
+        self.proven_finite = self._bounded(inspection.largest)
         try:
-            self._translate(source, largest, emission)
+            self._translate(source, emission)
         except NonFinite:
             self.refusal = "non_finite"
         self.seconds["translate"] = time.perf_counter() - inspected
@@ -142,17 +148,16 @@ class Translation:
         layers = range(side.geometry.layers)
         pairs = [read_layer(side.layout, parts, i, side.geometry) for i in layers]
         keys, values = zip(*pairs, strict=True)
-        return KVCache(keys, values, consecutive(side.geometry.tokens, self._start_position))
+        return KVCache(
+            keys, values, consecutive(side.geometry.tokens, self._request.start_position)
+        )
 
     def _bounded(self, largest: float) -> bool:
         """Whether no value of the answer can leave the range of its dtype."""
         bound = ROTARY_MARGIN * (self._loaded.gain * largest * ROTARY_MARGIN + self._loaded.offset)
         return bound < torch.finfo(DTYPES[self.target.dtype]).max
 
-    def _translate(self, source: KVCache, largest: float, emission: Emission) -> None:
-        if not math.isfinite(largest):
-            raise NonFinite("the source holds values that are not finite")
-        self.proven_finite = self._bounded(largest)
+    def _translate(self, source: KVCache, emission: Emission) -> None:
         side, done = self.target, 0
         parts = self._parts()
         layers = self._loaded.translator.layers(

@@ -1,5 +1,6 @@
 """``kvt evaluate``: measure a mapper again, on other text or longer prompts."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,8 @@ from service.commands.texts import by_domain
 
 if TYPE_CHECKING:
     from mappers.identity import ModelIdentity
+    from mappers.mapper import Mapper
+    from mappers.models import LoadedModel
 
 
 def evaluate(
@@ -29,6 +32,28 @@ def evaluate(
     native_tails: Annotated[
         list[int] | None, typer.Option(help="Native tails.", show_default="1 32 128 512")
     ] = None,
+    reverse: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Artifact of the reverse pair: hops and drift are measured too.",
+        ),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(help="Share of answers that may exceed a threshold; too few documents fail."),
+    ] = None,
+    delta: Annotated[float, typer.Option(help="1 - confidence of alpha.")] = 0.05,
+    deep_documents: Annotated[
+        int, typer.Option(min=0, help="Of each domain: layers, curve, drift, continuations.")
+    ] = 8,
+    hops: Annotated[int, typer.Option(min=0, help="Earlier translations, with --reverse.")] = 2,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of the drift, with --reverse.")] = 6,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="What is measured is kept here until it is done: a stopped run resumes."),
+    ] = None,
     device: Device = "cpu",
     source_name: models.SourceName = None,
     source_version: models.SourceVersion = None,
@@ -43,11 +68,12 @@ def evaluate(
 ) -> None:
     """Measure a mapper on text and put the evidence and the report into its artifact.
 
-    What was measured before is replaced.
+    What was measured before is replaced. An interrupted evaluation resumes.
     """
     from mappers import artifact as artifacts
     from mappers.evaluate import evaluate as measure
-    from mappers.evaluate import evaluation_texts
+    from mappers.evaluate import evaluation_texts, require_documents
+    from mappers.measure import Depth
     from mappers.models import load_model
     from mappers.plan import FitPlan
     from mappers.report import render
@@ -70,16 +96,35 @@ def evaluate(
     defaults = FitPlan.model_fields
     prompts = tuple(lengths or defaults["lengths"].default)
     corpora = evaluation_texts(texts, small, large, lengths=prompts, documents=documents)
+    if alpha is not None:
+        require_documents(corpora, prompts, alpha=alpha, delta=delta)
+    folder = work or artifact.resolve().parent / f".evaluate-{loaded.manifest.mapper_id}"
     evidence = measure(
         loaded.mapper,
         small,
         large,
         corpora,
+        profile=loaded.profile,
         lengths=prompts,
         native_tails=tuple(native_tails or defaults["native_tails"].default),
+        reverse=None if reverse is None else reverse_mapper(reverse, small, large),
+        depth=Depth(documents=deep_documents, hops=hops, turns=turns),
+        work=folder,
     )
     report = render(loaded.manifest, evidence)
     typer.echo(artifacts.add_evidence(artifact, evidence, report))
+    if work is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def reverse_mapper(folder: Path, source: "LoadedModel", target: "LoadedModel") -> "Mapper":
+    """The mapper from ``target`` to ``source``; raises IdentityMismatch for any other."""
+    from mappers import artifact as artifacts
+
+    mapper = artifacts.load(folder).mapper
+    check_model("source", mapper.source, target.identity)
+    check_model("target", mapper.target, source.identity)
+    return mapper
 
 
 def check_model(side: str, fitted: "ModelIdentity", given: "ModelIdentity") -> None:

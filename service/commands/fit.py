@@ -79,6 +79,16 @@ def fit(
         list[int] | None,
         typer.Option(help="Native tails.", show_default="1 32 128 512", rich_help_panel=_EVIDENCE),
     ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of answers that may exceed a threshold; too few documents fail at once.",
+            rich_help_panel=_EVIDENCE,
+        ),
+    ] = None,
+    delta: Annotated[
+        float, typer.Option(help="1 - confidence of alpha.", rich_help_panel=_EVIDENCE)
+    ] = 0.05,
     source_name: models.SourceName = None,
     source_version: models.SourceVersion = None,
     source_gguf: models.SourceGguf = None,
@@ -123,6 +133,8 @@ def fit(
             first_tokens=first_tokens,
             known_texts=tuple(known_texts or ()),
             documents=documents,
+            alpha=alpha,
+            delta=delta,
             **{name: tuple(values) for name, values in lists.items() if values},
         )
     except ValidationError as error:

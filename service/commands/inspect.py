@@ -1,12 +1,15 @@
 """``kvt inspect``: what an artifact is, how good it was measured to be, and what it may serve."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from service.commands.options import Config
@@ -16,18 +19,11 @@ if TYPE_CHECKING:
     from mappers.artifact import Artifact
     from mappers.evidence import Evidence, Verdict
     from mappers.manifest import Manifest
+    from mappers.servable import Rule
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
 _SERVED = Settings.model_fields
-
-
-class Rule(NamedTuple):
-    """When a translation is good enough; as in the service's settings."""
-
-    max_kl: float
-    alpha: float
-    delta: float
 
 
 def inspect(
@@ -49,6 +45,7 @@ def inspect(
     reading that tail alone and of reading nothing, and how much of what reading brings is kept.
     """
     from mappers import artifact as artifacts
+    from mappers.servable import Rule, why_not_servable
 
     del config
     if not (0 < alpha < 1 and 0 < delta < 1):
@@ -56,10 +53,12 @@ def inspect(
     loaded = artifacts.load(artifact)
     console = Console()
     console.print(_facts(loaded), _identities(loaded.manifest), sep="\n")
-    if loaded.evidence is None:
-        console.print("[bold]Not servable[/]: it has no evidence. kvt evaluate adds some.")
-        return
-    console.print(evidence_tables(loaded.evidence, Rule(max_kl, alpha, delta)))
+    rule = Rule(max_kl, alpha, delta)
+    if loaded.evidence is not None:
+        console.print(evidence_tables(loaded.evidence, rule))
+    why = why_not_servable(loaded.evidence, rule)
+    if why is not None:
+        console.print(f"[bold]Not servable[/]: {escape(why)}.", soft_wrap=True)
 
 
 def _facts(artifact: "Artifact") -> Table:
@@ -112,20 +111,51 @@ def _identities(manifest: "Manifest") -> Table:
     return table
 
 
-def evidence_tables(evidence: "Evidence", rule: Rule) -> RenderableType:
+def evidence_tables(evidence: "Evidence", rule: "Rule") -> RenderableType:
     """What was measured, a table for each domain, and what the rule makes of it."""
     from mappers.summary import summarise
 
     cells = summarise(evidence)
     domains = list(dict.fromkeys(key.domain for key in cells))
     measured = [_measured(evidence, cells, domain, rule) for domain in domains]
-    return Group(*measured, _decisions(evidence, domains, rule))
+    return Group(*measured, *_deep(evidence), _decisions(evidence, domains, rule))
 
 
-def _measured(evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: Rule) -> Table:
+def _deep(evidence: "Evidence") -> Iterator[Table]:
+    """Layers and drift, where they were measured: a line for each domain."""
+    from mappers.summary import drift_points, layer_means
+
+    if evidence.layers:
+        table = Table(title="Layers, mean over heads", title_justify="left", box=box.SIMPLE)
+        for column in ("domain", "R2 keys", "R2 values", "attention cosine", "worst layer"):
+            table.add_column(column, justify="right")
+        for domain, means in layer_means(evidence.layers).items():
+            cosines = means["attention_cosine"]
+            shown = (mean(means[name].values()) for name in ("r2_keys", "r2_values"))
+            worst = min(cosines, key=lambda layer: cosines[layer])
+            table.add_row(
+                domain,
+                *(f"{value:.3f}" for value in shown),
+                f"{mean(cosines.values()):.3f}",
+                f"{worst} ({cosines[worst]:.3f})",
+            )
+        yield table
+    if evidence.drift:
+        table = Table(title="Drift, KL by turn", title_justify="left", box=box.SIMPLE)
+        for column in ("domain", "turn", "KL", "more than one translation"):
+            table.add_column(column, justify="right")
+        for (domain, turn), (kl, added) in drift_points(evidence.drift).items():
+            table.add_row(domain, f"{turn}", f"{kl.mean:.4f}", f"{added.mean:+.4f}")
+        yield table
+
+
+def _measured(
+    evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: "Rule"
+) -> Table:
     from mappers.evidence import Arm, kl_bound
-    from mappers.summary import recovered
+    from mappers.summary import by_setting, recovered
 
+    grouped = by_setting(evidence)
     table = Table(
         title=f"KL, {domain}, first tokens known",
         title_justify="left",
@@ -135,9 +165,9 @@ def _measured(evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, r
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for key, cell in cells.items():
-        if (key.domain, key.arm, key.prefix_known) != (domain, Arm.TRANSLATED, True):
+        if (key.domain, key.arm, key.prefix_known, key.hops) != (domain, Arm.TRANSLATED, True, 0):
             continue
-        kls = [row for row in evidence.rows if _matches(row, key)]
+        kls = grouped[key]
         alone = cells.get(key._replace(arm=Arm.LAST_TOKENS, prefix_known=False))
         nothing = cells.get(key._replace(arm=Arm.NO_CONTEXT, prefix_known=False, native_tail=0))
         gap, context = recovered(cells, key)
@@ -170,7 +200,7 @@ _COLUMNS = (
 )
 
 
-def _decisions(evidence: "Evidence", domains: list[str], rule: Rule) -> Table:
+def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
     from mappers.evidence import decide
 
     table = Table(
@@ -197,11 +227,6 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: Rule) -> Table:
             ]
             table.add_row(domain, f"{length}", *(_said(verdict) for verdict in verdicts))
     return table
-
-
-def _matches(row: object, key: "Setting") -> bool:
-    names = ("domain", "length", "arm", "native_tail", "prefix_known")
-    return all(getattr(row, name) == getattr(key, name) for name in names)
 
 
 def _said(verdict: "Verdict") -> str:

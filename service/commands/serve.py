@@ -2,7 +2,7 @@
 
 import inspect
 import socket
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -84,9 +84,14 @@ def _plain(annotation: Any) -> Any:
         annotation = members[0]
     if annotation is SecretStr:
         return str
-    if getattr(annotation, "__origin__", None) is tuple:
-        return list[get_args(annotation)[0]]  # type: ignore[misc]
-    return annotation
+    if get_origin(annotation) is tuple:
+        return list[_bare(get_args(annotation)[0])]  # type: ignore[misc]
+    return _bare(annotation)
+
+
+def _bare(annotation: Any) -> Any:
+    """A type without what pydantic checks about it: the settings do that."""
+    return annotation.__origin__ if get_origin(annotation) is Annotated else annotation
 
 
 _GROUPS = {
@@ -97,14 +102,31 @@ _GROUPS = {
         "delta",
         "default_domain",
         "allow_unproven",
+        "domains",
+        "native_tails",
+        "drift_budget",
+    ),
+    "When earlier answers were not good enough": (
+        "state",
+        "shadow_rate",
+        "breaker_eps",
+        "breaker_delta",
+        "breaker_close_delta",
+        "breaker_cool_down_seconds",
+        "breaker_probes",
+        "breaker_quorum",
+        "feedback_seconds",
+        "feedback_token",
     ),
     "Operation": ("admin_token", "log_level", "log_json", "drain_seconds", "drain_notice_seconds"),
 }
+# Settings that have more than one value in them.
+_FILE_ONLY = {"pairs"}
 _PANELS = {name: panel for panel, names in _GROUPS.items() for name in names}
 
 serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
         inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        *(_option(name, field) for name, field in Settings.model_fields.items()),
+        *(_option(n, field) for n, field in Settings.model_fields.items() if n not in _FILE_ONLY),
     ]
 )

@@ -51,6 +51,8 @@ def translate(
     settings = settings_from(
         artifacts=artifact,
         log_level="error",
+        state=None,  # which may be a server's,
+        shadow_rate=0,  # and nobody could report to a process that has ended
         **{name: value for name, value in given.items() if value is not None},
     )
     part = answer.with_name(f".{answer.name}.part")

@@ -8,40 +8,19 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mappers import evaluate as evaluation_module
 from mappers.arms import read_document, read_tail
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
-from mappers.evaluate import evaluate, evaluation_texts
-from mappers.evidence import Arm, Evidence, EvidenceRow
-from mappers.first_tokens import exact_prefixes
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.evaluate import evaluate, evaluation_texts, require_documents
+from mappers.evidence import Arm, Evidence, EvidenceRow, decide
+from mappers.measure import Depth, agreement
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.translate import Translator
+from tests.mappers.identities import broken_mapper, identity_mapper
 
 LENGTHS, TAILS = (96, 160), (1, 32, 128)
-
-
-def identity_mapper(model: LoadedModel) -> Mapper:
-    """Between a model and itself: each layer reads itself, unchanged."""
-    width = model.identity.num_kv_heads * model.identity.head_dim
-    same = AffineMap(torch.eye(width), torch.zeros(width))
-    return Mapper(
-        source=model.identity,
-        target=model.identity,
-        recipe="full_head",
-        layers=tuple(LayerMap((n,), same, same) for n in range(model.identity.num_layers)),
-        prefixes=exact_prefixes(model, [(0,)]),
-        skipped_positions=0,
-    )
-
-
-def broken_mapper(model: LoadedModel) -> Mapper:
-    mapper = identity_mapper(model)
-    weight = torch.eye(32)
-    weight[:, :8] *= -1
-    layer = replace(mapper.layers[1], values=AffineMap(weight, torch.ones(32)))
-    return replace(mapper, layers=(mapper.layers[0], layer, *mapper.layers[2:]))
 
 
 @pytest.fixture
@@ -76,9 +55,12 @@ def test_every_arm_length_and_tail_is_there_once_a_document(same: Evidence) -> N
         *((Arm.LAST_TOKENS, tail, False) for tail in (32, 64, 128)),
         *((Arm.TRANSLATED, tail, known) for tail in TAILS for known in (True, False)),
         *((Arm.WRONG_DOCUMENT, tail, True) for tail in TAILS),
+        *((arm, tail, False) for arm in (Arm.RAW_SOURCE, Arm.ZERO_CACHE) for tail in TAILS),
+        (Arm.QUANTIZED, 160, False),
     }
     assert Counter(key(row) for row in same.rows if row.length == 160) == dict.fromkeys(expected, 2)
-    shorter = {k for k in expected if k[1] not in (128, 160)} | {(Arm.NATIVE, 96, False)}
+    shorter = {k for k in expected if k[1] not in (128, 160)}
+    shorter |= {(arm, 96, False) for arm in (Arm.NATIVE, Arm.QUANTIZED)}
     assert Counter(key(row) for row in same.rows if row.length == 96) == dict.fromkeys(shorter, 3)
     assert same.continuation_tokens == 32
     assert all(row.domain == "a" and row.hops == 0 for row in same.rows)
@@ -90,7 +72,8 @@ def test_native_has_no_kl_and_an_identity_between_equal_models_none_to_speak_of(
     assert {(row.kl, row.kl_max, row.top1) for row in of(same, Arm.NATIVE)} == {(0.0, 0.0, 1.0)}
     assert max(row.kl for row in of(same, Arm.SOURCE_ALONE)) == 0.0
     assert max(row.kl_max for row in of(same, Arm.TRANSLATED)) < 1e-6
-    for arm in (Arm.WRONG_DOCUMENT, Arm.NO_CONTEXT, Arm.LAST_TOKENS):
+    assert max(row.kl_max for row in of(same, Arm.RAW_SOURCE)) < 1e-6
+    for arm in (Arm.WRONG_DOCUMENT, Arm.NO_CONTEXT, Arm.LAST_TOKENS, Arm.ZERO_CACHE):
         assert min(row.kl for row in of(same, arm)) > 1e-2, arm
 
 
@@ -138,3 +121,97 @@ def test_evaluation_texts_are_cut_to_what_both_models_hold(
     assert {len(ids) for ids in found["a"].windows} == {192}, "512 + 32 exceeds 512 positions"
     with pytest.raises(TooFewData, match="512"):
         evaluation_texts({"a": [texts]}, source, target, lengths=(512,), documents=5)
+
+
+@pytest.fixture
+def deep(target: LoadedModel, corpus: Corpus) -> Evidence:
+    """A broken translation there, a right one back; one of three documents looked into."""
+    return evaluate(
+        broken_mapper(target), target, target, {"a": corpus},
+        lengths=LENGTHS, native_tails=(1, 32), reverse=identity_mapper(target),
+        depth=Depth(documents=1, hops=2, turns=3), progress=False,
+    )  # fmt: skip
+
+
+def test_one_document_is_looked_into_and_all_are_translated_again(
+    deep: Evidence, corpus: Corpus
+) -> None:
+    first = corpus.names[0]
+    assert {row.document for row in (*deep.curve, *deep.drift)} == {first}
+    assert Counter(row.mode for row in deep.curve) == {"one": 3, "up_to": 3}
+    assert [(row.turn, row.length) for row in deep.drift] == [(1, 53), (2, 106), (3, 159)]
+    assert {(row.layer, row.documents) for row in deep.layers} == {(0, 1), (1, 1), (2, 1)}
+    continued = [row for row in deep.rows if row.agreement is not None]
+    assert {row.document for row in continued} == {first}
+    arms = {row.arm for row in continued}
+    assert arms == {
+        Arm.NATIVE, Arm.TRANSLATED, Arm.WRONG_DOCUMENT, Arm.RAW_SOURCE, Arm.ZERO_CACHE
+    }  # fmt: skip
+    assert {row.agreement for row in continued if row.arm is Arm.NATIVE} == {32}
+    assert {row.agreement for row in continued if row.arm is Arm.RAW_SOURCE} == {32}
+    assert max(row.agreement or 0 for row in continued if row.arm is Arm.ZERO_CACHE) < 32
+    hops = Counter((row.hops, row.length) for row in of(deep, Arm.TRANSLATED))
+    assert hops == {(hop, n): docs * 4 for hop in (0, 1, 2) for n, docs in ((96, 3), (160, 2))}
+    assert {row.hops for row in deep.rows if row.arm is not Arm.TRANSLATED} == {0}
+
+
+def test_hops_go_through_the_translations_that_they_say(deep: Evidence) -> None:
+    def mean(hops: int) -> float:
+        kls = [row.kl for row in of(deep, Arm.TRANSLATED) if (row.hops, row.length) == (hops, 160)]
+        return sum(kls) / len(kls)
+
+    # One earlier hop was the right direction; two went through the broken one before.
+    assert mean(1) == pytest.approx(mean(0), rel=1e-2)
+    assert mean(2) != pytest.approx(mean(0), rel=1e-2)
+    verdict = decide(
+        deep, tokens=100, domain="a", hops=3, prefix_known=True, max_kl=9, alpha=0.1, delta=0.1
+    )
+    assert verdict.reason == "drift_budget_exhausted"
+
+
+def test_a_resumed_evaluation_is_the_uninterrupted_one(
+    target: LoadedModel, corpus: Corpus, deep: Evidence, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    original, measured = evaluation_module.measure_document, []
+
+    def stop_at_the_third(*arguments: object, **options: object) -> object:
+        measured.append(options["document"])
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evaluation_module, "measure_document", stop_at_the_third)
+
+    def run() -> Evidence:
+        return evaluate(
+            broken_mapper(target), target, target, {"a": corpus},
+            lengths=LENGTHS, native_tails=(1, 32), reverse=identity_mapper(target),
+            depth=Depth(documents=1, hops=2, turns=3), work=tmp_path, progress=False,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    resumed = run()
+    assert measured == [*corpus.names[:3], corpus.names[2]]
+    assert resumed.model_dump_json() == deep.model_dump_json()
+    assert run().model_dump_json() == deep.model_dump_json()
+    assert len(measured) == 4
+    # Another mapper finds nothing of it.
+    evaluate(
+        identity_mapper(target), target, target, {"a": corpus},
+        lengths=(96,), native_tails=(1,), work=tmp_path, progress=False,
+    )  # fmt: skip
+    assert len(measured) == 7
+
+
+def test_agreement_counts_up_to_the_first_difference() -> None:
+    own = torch.tensor([4, 4, 5, 6])
+    for other, expected in (([4, 4, 5, 6], 4), ([4, 4, 9, 6], 2), ([1, 4, 5, 6], 0)):
+        assert agreement(own, torch.tensor(other)) == expected
+
+
+def test_too_few_documents_is_an_error_that_says_how_many_are_needed(corpus: Corpus) -> None:
+    with pytest.raises(TooFewData, match="a: 3 documents of 96 .* alpha 0.1 .* need 29;"):
+        require_documents({"a": corpus}, LENGTHS, alpha=0.1, delta=0.05)
+    require_documents({"a": corpus}, LENGTHS, alpha=0.7, delta=0.05)

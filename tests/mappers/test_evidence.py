@@ -195,7 +195,7 @@ def test_json_round_trip_keeps_every_row_even_what_is_not_finite() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"schema_version":1', '"schema_version":2'),
+        ('"schema_version":2', '"schema_version":3'),
         ('"corpora"', '"surplus":1,"corpora"'),
         ('"translated"', '"other"'),
         (",0.25,", ",-0.25,"),

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,3 +59,21 @@ def test_gap_and_context_recovered() -> None:
     assert math.isnan(gap_recovered(2.0, 2.0, 2.0))
     assert context_recovered(0.1, 0.4) == 0.75
     assert math.isnan(context_recovered(0.1, 0.0))
+
+
+def test_quantiles_and_the_worst_position_are_those_of_the_positions_own_kl() -> None:
+    torch.manual_seed(2)
+    native, arm = torch.randn(32, 12), torch.randn(32, 12)
+    p, q = (torch.distributions.Categorical(logits=x.double()) for x in (native, arm))
+    kl = torch.distributions.kl_divergence(p, q)
+    got = compare(native, arm, torch.zeros(32, dtype=torch.int64))
+    assert got.worst_position == int(kl.argmax())
+    assert got.kl_p95 == pytest.approx(np.quantile(kl.numpy(), 0.95), rel=1e-5)
+    assert got.kl_p99 == pytest.approx(np.quantile(kl.numpy(), 0.99), rel=1e-5)
+
+
+def test_top5_counts_shared_tokens_in_any_order() -> None:
+    native = torch.tensor([[9.0, 8, 7, 6, 5, 0, 0, 0], [9.0, 8, 7, 6, 5, 4, 3, 2]])
+    arm = torch.tensor([[5.0, 6, 7, 8, 9, 0, 0, 0], [0.0, 0, 7, 6, 5, 9, 9, 0]])
+    got = compare(native, arm, torch.zeros(2, dtype=torch.int64))
+    assert (got.top1, got.top5) == (0.0, 0.8)

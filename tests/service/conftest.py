@@ -40,6 +40,7 @@ def live(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "header_seconds": 2,
         "body_grace_seconds": 2,
         "admin_token": ADMIN_TOKEN,
+        "shadow_rate": 0,
     }
     running = Live(json.dumps(settings), tmp_path_factory.mktemp("live") / "stderr.log")
     yield running
@@ -52,7 +53,7 @@ def live(artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def settings(artifacts: Path) -> Settings:
     """Settings of the service in this process."""
-    return Settings(artifacts=(artifacts,))
+    return Settings(artifacts=(artifacts,), shadow_rate=0)
 
 
 @pytest.fixture

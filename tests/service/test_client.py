@@ -61,7 +61,7 @@ def client(live: Live) -> Iterator[Client]:
 @asynccontextmanager
 async def in_process(artifacts: Path) -> AsyncIterator[AsyncClient]:
     """The asynchronous client and the whole application in one event loop."""
-    app = create_app(Settings(artifacts=(artifacts,)))
+    app = create_app(Settings(artifacts=(artifacts,), shadow_rate=0))
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),

@@ -123,7 +123,9 @@ def test_a_request_file_is_one_for_kvt_translate(family: Path, tmp_path: Path) -
 
 
 def arm(kl: float, nll: float = 3.0) -> Measures:
-    return Measures(kl=kl, kl_max=kl, top1=0.9, nll=nll)
+    return Measures(
+        kl=kl, kl_max=kl, top1=0.9, nll=nll, kl_p95=kl, kl_p99=kl, worst_position=0, top5=0.9
+    )
 
 
 @functools.cache

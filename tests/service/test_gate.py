@@ -10,6 +10,7 @@ import pytest
 from mappers.evidence import Verdict
 from service import gate
 from service.gate import DETAILS, Ruling, rule
+from service.guards import Standing
 from service.schemas import REASONS, TranslateRequest, read_request
 from service.settings import Settings
 from service.store import Entry, Store
@@ -28,7 +29,15 @@ def request(tokens: int = 40, **changes: Any) -> TranslateRequest:
 
 
 def ruling(entry: Entry, asked: TranslateRequest, pending: float = 0.0, **changes: Any) -> Ruling:
-    return rule(entry, asked, Settings(**changes), pending_seconds=pending)
+    settings = Settings(**changes)
+    standing = Standing(settings, ("pair", "chat", 64), "closed", probe_free=True, spent=0.0)
+    return rule(
+        entry,
+        asked,
+        standing,
+        allow_unproven=settings.allow_unproven,
+        pending_seconds=pending,
+    )
 
 
 def test_every_reason_that_the_gate_gives_is_in_the_closed_list() -> None:

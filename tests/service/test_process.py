@@ -28,7 +28,7 @@ KIND = b"Host: a\r\nContent-Type: application/vnd.safetensors\r\n"
 
 def start_slow(artifacts: Path, log: Path, **settings: object) -> Live:
     """A process whose translations take about a second."""
-    given = {"artifacts": [str(artifacts)], "queue_requests": PLACES, **settings}
+    given = {"artifacts": [str(artifacts)], "queue_requests": PLACES, "shadow_rate": 0, **settings}
     return Live(json.dumps(given), log, layer_seconds=LAYER_SECONDS)
 
 

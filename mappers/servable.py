@@ -1,0 +1,69 @@
+"""Why a mapper may not serve anything at all: one line for people."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mappers.evidence import Arm, Evidence, Verdict, decide, documents_needed
+from mappers.summary import Setting, by_setting, compared, point
+
+
+class Rule(NamedTuple):
+    """When a translation is good enough; as in the service's settings."""
+
+    max_kl: float
+    alpha: float
+    delta: float
+
+
+def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
+    """One line that says why no request can be answered by translating; None where some can.
+
+    Every measured domain and length is asked for, with first tokens known and unknown.
+    """
+    if evidence is None:
+        return "it has no evidence; kvt evaluate adds some"
+    verdicts = list(_verdicts(evidence, rule))
+    if any(verdict.decision == "translate" for _, verdict in verdicts):
+        return None
+    certified = [(v.kl_bound, s, v) for s, v in verdicts if v.kl_bound is not None]
+    if not certified:
+        most = max((verdict.rows for _, verdict in verdicts), default=0)
+        needed = documents_needed(rule.alpha, rule.delta)
+        return f"{most} documents of a length were measured, {needed} are needed"
+    bound, setting, verdict = min(certified, key=lambda entry: entry[:2])
+    place = f"{setting.domain}, {setting.length} tokens"
+    if verdict.reason == "no_evidence":
+        return f"translating is not seen to help anywhere: {_against(evidence, setting)}, {place}"
+    line = f"the lowest certified KL is {bound:.3g}, above {rule.max_kl:g} ({place})"
+    hint = _against(evidence, setting)
+    return f"{line}; {hint}" if hint else line
+
+
+def _verdicts(evidence: Evidence, rule: Rule) -> Iterator[tuple[Setting, Verdict]]:
+    measured = {(b.domain, n) for b, by_n in evidence.translated.items() for n in by_n}
+    for domain, length in sorted(measured):
+        for known in (True, False):
+            verdict = decide(
+                evidence, tokens=length, domain=domain, prefix_known=known, **rule._asdict()
+            )
+            yield Setting(domain, length, Arm.TRANSLATED, 0, known), verdict
+
+
+def _against(evidence: Evidence, setting: Setting) -> str:
+    """What a useless translation is no better than, at the setting's smallest tail."""
+    rows = by_setting(evidence)
+    tails = [key for key in rows if key._replace(native_tail=0) == setting]
+    own = min(tails, key=lambda key: key.native_tail)
+    kl = point([row.kl for row in rows[own]]).mean
+    arm = Arm.NO_CONTEXT if own.native_tail == 1 else Arm.LAST_TOKENS
+    tail = 0 if arm is Arm.NO_CONTEXT else own.native_tail
+    others = {
+        "another document's cache": own._replace(arm=Arm.WRONG_DOCUMENT, prefix_known=True),
+        "no cache at all": own._replace(arm=arm, native_tail=tail, prefix_known=False),
+    }
+    for name, other in others.items():
+        found = compared(evidence, own, other)
+        if found is not None and not found.high < 0:
+            other_kl = point([row.kl for row in rows[other]]).mean
+            return f"a KL of {kl:.3g} is no better than with {name} ({other_kl:.3g})"
+    return ""

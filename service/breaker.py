@@ -1,0 +1,153 @@
+"""The breaker of one mapper, domain and length: closed, open, half-open, and what moves it.
+
+A sample is the KL that a caller measured for an answer, V = 1 when it exceeds the threshold that
+was in force for that answer. Closed, a test of P(V = 1) <= eps opens the breaker when its wealth
+reaches 1 / delta, so a breaker whose mapper is good ever opens with probability at most delta
+(``eprocess.py``). Open, nothing is translated until a cool-down has passed. Half-open, a few
+answers are given, each to be measured: the first test, begun anew, opens it again; the reverse
+test, of P(V = 1) >= eps, closes it.
+
+Where several clients are served, no single one may decide for all. A verdict then needs the wealth
+without any one client's samples as well, and a client that posts far more than the others is not
+counted beyond half of the latest samples, so that it can no more hide what they see.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from service.eprocess import EProcess
+from service.policy import Policy
+
+Phase = Literal["closed", "open", "half_open"]
+
+MAX_CLIENTS = 32
+RECENT = 64
+# Fewer stakes for the way back: it is known what a good mapper looks like, few violations or none.
+CLOSING_STAKES = (1 / 2, 0.95)
+FEW = 4
+
+
+class Key(NamedTuple):
+    """What one breaker is about; ``max_tokens`` names the length bucket, a power of two."""
+
+    mapper: str
+    digest: str
+    domain: str
+    max_tokens: int
+
+
+class Sample(NamedTuple):
+    """One measured answer. ``exact`` is False for a KL that is only known to be at least so large.
+
+    ``client`` is whom the answer was given to, ``shared`` whether others were served as well.
+    """
+
+    violation: bool
+    exact: bool
+    client: str
+    shared: bool
+    issued_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jury:
+    """One test over all clients, and the same without each of them (the latest that matter)."""
+
+    whole: EProcess
+    without: dict[str, EProcess] = field(default_factory=dict)
+
+    def hear(self, value: float, client: str) -> "Jury":
+        """After one more sample of this client."""
+        without = {c: p if c == client else p.update(value) for c, p in self.without.items()}
+        without.setdefault(client, self.whole)
+        whole = self.whole.update(value)
+        if len(without) > MAX_CLIENTS:
+            least = min(without, key=lambda c: abs(without[c].value - whole.value))
+            del without[least]
+        return Jury(whole, without)
+
+    def value(self, *, shared: bool) -> float:
+        """The wealth that a verdict may rest on."""
+        wealth = [self.whole.value]
+        if shared:
+            wealth += [process.value for process in self.without.values()]
+        return min(wealth)
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """An immutable state; ``opened_seconds`` is None when closed. Times are seconds since 1970."""
+
+    bad: Jury
+    good: Jury
+    opened_seconds: float | None = None
+    violations: int = 0
+    recent: tuple[str, ...] = ()
+
+    @classmethod
+    def fresh(cls, eps: float, opened_seconds: float | None = None) -> "Breaker":
+        """No samples yet."""
+        closing = EProcess(1 - eps, CLOSING_STAKES)
+        return cls(Jury(EProcess(eps)), Jury(closing), opened_seconds)
+
+    @property
+    def samples(self) -> int:
+        """Samples counted since it last opened or closed."""
+        return self.bad.whole.samples
+
+    def under(self, policy: Policy) -> "Breaker":
+        """The same state for a policy whose eps may have changed: its tests then begin anew."""
+        if math.isclose(self.bad.whole.bound, policy.eps):
+            return self
+        return Breaker.fresh(policy.eps, self.opened_seconds)
+
+    def phase(self, policy: Policy, now: float) -> Phase:
+        """A breaker becomes half-open by the passing of time alone."""
+        if self.opened_seconds is None:
+            return "closed"
+        return "half_open" if now >= self._probes_from(policy) else "open"
+
+    def takes(self, sample: Sample, policy: Policy, now: float) -> bool:
+        """Whether the sample counts: fresh, and not one too many of its client."""
+        phase = self.phase(policy, now)
+        if phase == "open" or (
+            phase == "half_open" and sample.issued_seconds < self._probes_from(policy)
+        ):
+            return False
+        if not self._robust(sample, policy):
+            return True
+        share = self.recent.count(sample.client) + 1
+        return share <= max(FEW, (len(self.recent) + 1) / 2)
+
+    def observe(self, sample: Sample, policy: Policy, now: float) -> "Breaker":
+        """The state after a sample that ``takes`` has let in."""
+        half_open = self.opened_seconds is not None
+        bad = self.bad.hear(float(sample.violation), sample.client)
+        good = self.good
+        if half_open and (sample.exact or sample.violation):
+            good = good.hear(float(not sample.violation), sample.client)
+        shared = self._robust(sample, policy)
+        if bad.value(shared=shared) >= 1 / policy.breaker_delta:
+            return Breaker.fresh(policy.eps, opened_seconds=now)
+        if half_open and good.value(shared=shared) >= 1 / policy.breaker_close_delta:
+            return Breaker.fresh(policy.eps)
+        return replace(
+            self,
+            bad=bad,
+            good=good,
+            violations=self.violations + sample.violation,
+            recent=(*self.recent, sample.client)[-RECENT:],
+        )
+
+    def _probes_from(self, policy: Policy) -> float:
+        return (self.opened_seconds or 0.0) + policy.breaker_cool_down_seconds
+
+    @staticmethod
+    def _robust(sample: Sample, policy: Policy) -> bool:
+        return sample.shared and policy.breaker_quorum > 1
+
+
+def length_bucket(tokens: int) -> int:
+    """The longest prompt of the bucket of one with ``tokens`` tokens: the next power of two."""
+    return 1 << (tokens - 1).bit_length()

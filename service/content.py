@@ -1,0 +1,111 @@
+"""The content gate: whether a source cache is what it should be, seen when it has arrived.
+
+Everything is read for values that are not finite and for single outliers; 96 rows are compared with
+the mapper's profile (``mappers/profile.py``). A mapper without one (an imported one) is served
+without these checks; so is a cache that was translated itself, since it is no cache of the model:
+that it is close enough to one is what the evidence of its hop count says.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mappers.cache import KVCache
+from mappers.evidence import Evidence
+from mappers.identity import ModelIdentity
+from mappers.profile import CalibrationProfile
+from mappers.sample import largest
+from mappers.score import limits_by_domain
+from service.schemas import TranslateRequest
+
+FALSE_REFUSALS = 0.01
+"""The share of good caches that each limit may refuse."""
+STRANGERS_AT_MOST = 0.05
+
+
+Facts = dict[str, float | str]
+
+
+class Inspected(NamedTuple):
+    """``reason`` None: nothing speaks against the cache; ``largest`` is its largest value."""
+
+    reason: str | None
+    largest: float
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class ContentGate:
+    """What one loaded mapper holds against caches."""
+
+    profile: CalibrationProfile | None
+    source: ModelIdentity
+    skip_positions: int
+    limit: float
+    score_limits: Mapping[str | None, float]
+
+    @classmethod
+    def of(
+        cls,
+        profile: CalibrationProfile | None,
+        evidence: Evidence | None,
+        source: ModelIdentity,
+        skip_positions: int,
+    ) -> "ContentGate":
+        """Limits are computed once, here."""
+        if profile is None:
+            return cls(None, source, skip_positions, 0.0, {})
+        rows = evidence.rows if evidence else ()
+        scores = limits_by_domain(rows, FALSE_REFUSALS)
+        return cls(profile, source, skip_positions, profile.limit(FALSE_REFUSALS), scores)
+
+    def inspect(self, cache: KVCache, request: TranslateRequest, domain: str | None) -> Inspected:
+        """Look at a source cache as received; ``domain`` is the one that its evidence is of."""
+        peaks = largest(cache)
+        if not bool(peaks.isfinite().all()):
+            return Inspected("non_finite", float("nan"), {})
+        peak = float(peaks.amax())
+        if self.profile is None or request.hops:
+            return Inspected(None, peak, {})
+        reason, facts = self._compare(self.profile, cache, peaks, request, domain)
+        return Inspected(reason, peak, facts)
+
+    def _compare(
+        self,
+        profile: CalibrationProfile,
+        cache: KVCache,
+        peaks: Tensor,
+        request: TranslateRequest,
+        domain: str | None,
+    ) -> tuple[str | None, Facts]:
+        strangers = _strangers(profile, cache, request)
+        if strangers is not None and not strangers <= STRANGERS_AT_MOST:
+            return "implausible_values", {"strangers": strangers}
+        found = profile.examine(cache, self.source, skip_positions=self.skip_positions, peaks=peaks)
+        if found is None:
+            return None, {}
+        facts: Facts = {
+            "deviation": found.deviation,
+            "deviation_at": found.at,
+            "score": found.score,
+        }
+        if not found.deviation <= self.limit:
+            return "implausible_values", facts
+        known = self.score_limits.get(domain, self.score_limits.get(None, math.inf))
+        return ("out_of_distribution" if not found.score <= known else None), facts
+
+
+def _strangers(
+    profile: CalibrationProfile, cache: KVCache, request: TranslateRequest
+) -> float | None:
+    """The share of the rows whose token the request names that are not of that token."""
+    first = () if request.start_position else request.prefix_token_ids[: request.tokens]
+    ids = dict(enumerate(first))
+    if request.sample_token_ids is not None:
+        ids |= dict(zip(request.sample_token_ids.rows, request.sample_token_ids.ids, strict=True))
+    rows, tokens = (torch.tensor(list(part), dtype=torch.int64) for part in (ids, ids.values()))
+    return profile.tokens.strangers(cache, rows, tokens)

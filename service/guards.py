@@ -1,0 +1,188 @@
+"""What earlier answers say of a request: its breaker, its session, and the order to measure it.
+
+Everything that the gate asks is a look-up in memory; what has to last is written by the state
+file's own thread. Times are seconds since 1970, because they outlive the process.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import time as wall_clock
+from typing import NamedTuple
+
+import structlog
+
+from service.audience import Audience
+from service.breaker import Breaker, Key, Phase, length_bucket
+from service.errors import Problem
+from service.feedback import Feedback, FeedbackReceipt
+from service.policy import Policies, Policy
+from service.reports import Reports
+from service.schemas import BreakerInfo, ShadowRequest, TranslateRequest
+from service.sessions import Sessions
+from service.settings import Settings
+from service.shadow import Shadow
+from service.state_file import Answer, StateFile
+from service.store import Entry
+
+log = structlog.get_logger("service.guards")
+
+
+class Standing(NamedTuple):
+    """What is known of a request before its evidence is weighed. ``spent``: nats a token."""
+
+    policy: Policy
+    key: Key
+    phase: Phase
+    probe_free: bool
+    spent: float
+
+    @property
+    def breaker_open(self) -> bool:
+        """Whether the breaker keeps this request from being translated."""
+        return self.phase == "open" or (self.phase == "half_open" and not self.probe_free)
+
+
+@dataclass(slots=True)
+class Claim:
+    """What a translation has taken from the books; given back unless it is ``kept``."""
+
+    kept: bool = False
+
+
+class Guards:
+    """Breakers, sessions and shadowed answers of one application. Raises StateError."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._file = StateFile(settings.state)
+        self._shadow = Shadow(self._file.secret)
+        self._audience = Audience(settings.feedback_seconds)
+        self._probes: dict[Key, dict[str, float]] = {}
+        self.policies = Policies(settings, settings.pairs)
+        self.sessions = Sessions(most=settings.max_sessions, idle_seconds=settings.session_seconds)
+        self._reports = Reports(
+            self._file,
+            self._shadow,
+            self.policies,
+            self._audience,
+            seconds=settings.feedback_seconds,
+        )
+        for served in self._file.served():
+            self._audience.note(*served)
+
+    def close(self) -> None:
+        """When no request is left."""
+        self._file.close()
+
+    def client(self, address: str | None) -> str:
+        """A client's name in the books, from its address."""
+        return self._shadow.client(address)
+
+    def standing(self, entry: Entry, request: TranslateRequest) -> Standing:
+        """For the gate."""
+        now, policy = wall_clock(), self.policies.of(entry.id)
+        key = _key(entry, request, policy)
+        breaker, session = self._reports.breakers.get(key), self._session(request)
+        return Standing(
+            policy,
+            key,
+            phase="closed" if breaker is None else breaker.phase(policy, now),
+            probe_free=self._waiting(key, now) < policy.breaker_probes,
+            spent=0.0 if session is None else self.sessions.spent(session, now),
+        )
+
+    @contextlib.contextmanager
+    def claim(
+        self, answer_id: str, request: TranslateRequest, standing: Standing, kl: float
+    ) -> Iterator[Claim]:
+        """Take a place among the probes, and ``kl`` from the session; before anything is awaited,
+        so that requests at the same time see each other."""
+        claim, now, session = Claim(), wall_clock(), self._session(request)
+        if standing.phase == "half_open":
+            until = now + self._settings.feedback_seconds
+            self._probes.setdefault(standing.key, {})[answer_id] = until
+        if session is not None:
+            self.sessions.charge(session, kl, now)
+        try:
+            yield claim
+        finally:
+            if not claim.kept:
+                self._probes.get(standing.key, {}).pop(answer_id, None)
+                if session is not None:
+                    self.sessions.refund(session, kl)
+
+    async def mark(
+        self, answer_id: str, client: str, standing: Standing, max_kl: float
+    ) -> ShadowRequest | None:
+        """Whether this answer is to be measured; None: no, or it cannot be written down."""
+        now = wall_clock()
+        self._audience.note(standing.key, client, now)
+        rate = 1.0 if standing.phase == "half_open" else standing.policy.shadow_rate
+        if not self._shadow.chosen(answer_id, rate):
+            return None
+        seconds = self._settings.feedback_seconds
+        answer = Answer(answer_id, standing.key, client, max_kl, now)
+        try:
+            # Kept for twice the time: whoever comes too late is told so.
+            await self._file.run(lambda: self._file.add(answer, forget=now - 2 * seconds))
+        except sqlite3.Error as error:
+            log.error("an answer cannot be written down", fault=type(error).__name__)
+            return None
+        token = self._shadow.token(answer_id)
+        return ShadowRequest(answer_id=answer_id, token=token, expires_seconds=seconds)
+
+    async def report(self, feedback: Feedback, token: str) -> tuple[str, FeedbackReceipt]:
+        """Take a measured KL in: the mapper's id, and what to answer. Raises Problem."""
+        now = wall_clock()
+        try:
+            answer, receipt = await self._file.run(
+                lambda: self._reports.settle(feedback, token, now)
+            )
+        except sqlite3.Error as error:
+            log.error("a KL cannot be written down", fault=type(error).__name__)
+            raise Problem("state_unavailable", "the KL could not be written down") from error
+        self._probes.get(answer.key, {}).pop(answer.id, None)
+        return answer.key.mapper, receipt
+
+    def breakers(self, mapper_id: str, digest: str | None) -> list[BreakerInfo]:
+        """Those of one mapper as it is loaded now."""
+        now, policy = wall_clock(), self.policies.of(mapper_id)
+        found = self._reports.breakers.copy()
+        mine = sorted(key for key in found if key[:2] == (mapper_id, digest))
+        return [_info(key, found[key], policy, now) for key in mine]
+
+    def _session(self, request: TranslateRequest) -> bytes | None:
+        return None if request.session_id is None else self._shadow.session(request.session_id)
+
+    def _waiting(self, key: Key, now: float) -> int:
+        """Probes of a half-open breaker whose KL has not come yet, and still may."""
+        waiting = self._probes.get(key, {})
+        for answer_id in [a for a, until in waiting.items() if until < now]:
+            del waiting[answer_id]
+        return len(waiting)
+
+
+def _key(entry: Entry, request: TranslateRequest, policy: Policy) -> Key:
+    domain = request.domain or policy.default_domain
+    measured = {bucket.domain for bucket in entry.evidence.translated} if entry.evidence else set()
+    # A name that the evidence does not know is the caller's: it makes no breaker of its own.
+    name = "any" if domain is None else domain if domain in measured else "other"
+    tokens = request.start_position + request.tokens
+    return Key(entry.id, entry.digest or "", name, length_bucket(tokens))
+
+
+def _info(key: Key, breaker: Breaker, policy: Policy, now: float) -> BreakerInfo:
+    opened = breaker.opened_seconds
+    return BreakerInfo(
+        domain=key.domain,
+        max_tokens=key.max_tokens,
+        state=breaker.phase(policy, now),
+        e_value=breaker.bad.whole.value,
+        close_e_value=breaker.good.whole.value,
+        samples=breaker.samples,
+        violations=breaker.violations,
+        clients=len(breaker.bad.without),
+        opened_seconds_ago=None if opened is None else max(0.0, now - opened),
+    )

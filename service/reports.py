@@ -1,0 +1,82 @@
+"""What a measured KL does: it is checked, written down once, and moves its breaker."""
+
+import math
+from typing import Literal
+
+from service.audience import Audience
+from service.breaker import Breaker, Key, Sample
+from service.errors import Problem
+from service.feedback import Feedback, FeedbackReceipt
+from service.policy import Policies
+from service.shadow import Shadow
+from service.state_file import Answer, StateFile
+
+
+class Reports:
+    """Works on the state file's thread, so on one report at a time.
+
+    ``breakers`` is read by others meanwhile: a state in it is replaced, never changed.
+    """
+
+    def __init__(
+        self,
+        file: StateFile,
+        shadow: Shadow,
+        policies: Policies,
+        audience: Audience,
+        *,
+        seconds: float,
+    ) -> None:
+        self._file, self._shadow, self._policies = file, shadow, policies
+        self._audience, self._seconds = audience, seconds
+        self.breakers: dict[Key, Breaker] = file.breakers()
+
+    def settle(self, feedback: Feedback, token: str, now: float) -> tuple[Answer, FeedbackReceipt]:
+        """Take it in. Raises Problem: unknown, not its owner's, late, or another value."""
+        answer = self._owned(feedback.answer_id, token)
+        kl = feedback.measured()
+        violation = not kl <= answer.max_kl  # so NaN is one
+        value = f"{kl!r} {'exact' if feedback.exact else 'at least'}"
+        if answer.value is None:
+            answer = self._take(answer, value, violation, exact=feedback.exact, now=now)
+        elif answer.value != value:
+            raise Problem("feedback_differs", "another KL was posted for this answer before")
+        breaker, policy = self.breakers.get(answer.key), self._policies.of(answer.key.mapper)
+        return answer, FeedbackReceipt(
+            answer_id=answer.id,
+            kl=_in_json(kl),
+            lower_bound=not feedback.exact,
+            violation=violation,
+            counted=bool(answer.counted),
+            breaker="closed" if breaker is None else breaker.phase(policy, now),
+        )
+
+    def _owned(self, answer_id: str, token: str) -> Answer:
+        answer = self._file.answer(answer_id)
+        if answer is None:
+            raise Problem("answer_not_found", "no answer of this id is waiting to be measured")
+        if not self._shadow.genuine(answer_id, token):
+            raise Problem("wrong_feedback_token", "send the KVT-Feedback-Token of this answer")
+        return answer
+
+    def _take(
+        self, answer: Answer, value: str, violation: bool, *, exact: bool, now: float
+    ) -> Answer:
+        if now > answer.issued_seconds + self._seconds:
+            raise Problem("answer_expired", f"a KL is taken for {self._seconds:g} seconds")
+        policy = self._policies.of(answer.key.mapper)
+        shared = self._audience.shared(answer.key, answer.client, now)
+        sample = Sample(violation, exact, answer.client, shared, answer.issued_seconds)
+        breaker = self.breakers.get(answer.key, Breaker.fresh(policy.eps)).under(policy)
+        counted = breaker.takes(sample, policy, now)
+        after = breaker.observe(sample, policy, now) if counted else None
+        self._file.settle(answer.id, value, answer.key, after, now)
+        if after is not None:  # only what is written down holds
+            self.breakers[answer.key] = after
+        return answer._replace(value=value, counted=counted)
+
+
+def _in_json(kl: float) -> float | Literal["NaN", "Infinity"]:
+    if math.isnan(kl):
+        return "NaN"
+    return kl if math.isfinite(kl) else "Infinity"
