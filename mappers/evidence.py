@@ -63,6 +63,7 @@ class Bucket(NamedTuple):
     domain: str
     prefix_known: bool
     hops: int
+    probe_tokens: int = 0
 
 
 class Evidence(BaseModel):
@@ -97,7 +98,7 @@ class Evidence(BaseModel):
         )
         for row in self.rows:
             if row.arm is Arm.TRANSLATED:
-                bucket = Bucket(row.domain, row.prefix_known, row.hops)
+                bucket = Bucket(row.domain, row.prefix_known, row.hops, row.probe_tokens)
                 found[bucket][row.length][row.native_tail].append(row.kl)
         return {
             bucket: {n: {w: tuple(kls) for w, kls in tails.items()} for n, tails in lengths.items()}
@@ -121,7 +122,7 @@ class Evidence(BaseModel):
             elif row.arm is Arm.WRONG_DOCUMENT:
                 wrong[row.domain, row.length, row.native_tail][row.document] = row.kl
             elif row.arm is Arm.TRANSLATED:
-                bucket = Bucket(row.domain, row.prefix_known, row.hops)
+                bucket = Bucket(row.domain, row.prefix_known, row.hops, row.probe_tokens)
                 own[bucket, row.length, row.native_tail][row.document] = row.kl
         return frozenset(
             (bucket, length, tail)
@@ -235,7 +236,13 @@ def _smallest_tail(
 
 def _buckets(evidence: Evidence, domain: str | None, prefix_known: bool) -> list[Bucket]:
     every = evidence.translated
-    return [b for b in every if b.prefix_known is prefix_known and domain in (None, b.domain)]
+    return [
+        bucket
+        for bucket in every
+        if bucket.prefix_known is prefix_known
+        and domain in (None, bucket.domain)
+        and bucket.probe_tokens == 0
+    ]
 
 
 def _measured_around(tokens: int, lengths: Mapping[int, object]) -> list[int]:

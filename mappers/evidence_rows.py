@@ -49,6 +49,11 @@ class EvidenceRow(Row):
     mean negative log-likelihood of the text in nats a token. ``agreement`` is how many tokens a
     greedy continuation shares with the native one before they first differ, of N at most.
     ``score`` is how unfamiliar the source's cache of the prompt was (``score.py``).
+
+    ``probe_tokens`` is how many of the first tokens were the target's own because a probe held
+    them, ``probe_error`` how far the translation was from them (``probe.py``). ``tail_nll`` is the
+    mean negative log-likelihood of the native tail's own tokens as the target read them, the first
+    of them not counted, ``source_tail_nll`` that of the same tokens for the source model.
     """
 
     document: str
@@ -57,6 +62,7 @@ class EvidenceRow(Row):
     native_tail: Count
     prefix_known: bool
     hops: Count = 0
+    probe_tokens: Count = 0
     arm: Arm
     kl: Measure
     kl_max: Measure
@@ -68,6 +74,9 @@ class EvidenceRow(Row):
     top5: Measure | None = None
     agreement: Count | None = None
     score: Measure | None = None
+    probe_error: Measure | None = None
+    tail_nll: Measure | None = None
+    source_tail_nll: Measure | None = None
 
     @field_validator("arm", mode="before")
     @classmethod
