@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -31,10 +32,10 @@ from mappers.folder import OpenFolder, Parts, find, open_folder, publish_folder
 from mappers.geometry import Geometry
 from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.mapper import AffineMap, Heads, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
 from mappers.profile import CalibrationProfile, bytes_at_most
-from mappers.recipes import RECIPES, check_shapes, flops_per_token
+from mappers.recipes import RECIPES, check_shapes, flops_per_token, reads_of
 from mappers.tensor_file import HEADER_BYTES_AT_MOST, pack, unpack
 
 __all__ = ["Artifact", "add_evidence", "find", "load", "load_manifest", "publish"]
@@ -152,6 +153,7 @@ def _manifest(
         target=mapper.target,
         recipe=mapper.recipe,
         sources=tuple(layer.sources for layer in mapper.layers),
+        heads=_heads(mapper),
         skipped_positions=mapper.skipped_positions,
         weights_dtype=_WEIGHTS_DTYPES[mapper.layers[0].keys.weight.dtype],
         weight_bytes=_bytes(weights),
@@ -160,6 +162,11 @@ def _manifest(
         libraries=library_versions(),
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
+
+
+def _heads(mapper: Mapper) -> Any:
+    chosen = [layer.heads._asdict() for layer in mapper.layers if layer.heads is not None]
+    return tuple(chosen) or None
 
 
 def _weights(mapper: Mapper) -> dict[str, Tensor]:
@@ -227,11 +234,21 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     geometry = Geometry.of(manifest.source, manifest.target)
     shapes: dict[str, tuple[int, ...]] = {}
     for index, sources in enumerate(manifest.sources):
-        weight = recipe.weight_shape(geometry, len(sources))
-        for kind in "kv":
+        for kind, heads in zip("kv", _heads_of(manifest, index), strict=True):
+            weight = recipe.weight_shape(geometry, reads_of(sources, heads))
             shapes[f"target.{index}.{kind}.W"] = weight
             shapes[f"target.{index}.{kind}.b"] = weight[1:]
     return shapes
+
+
+def _heads_of(manifest: Manifest, layer: int) -> tuple[Heads | None, Heads | None]:
+    """Which heads the keys and the values of a target layer read, where the recipe chooses."""
+    if manifest.heads is None:
+        return None, None
+    reads = manifest.heads[layer]
+    if not reads.keys or not reads.values:
+        raise ArtifactError(f"heads: target layer {layer} reads none")
+    return reads.keys, reads.values
 
 
 def _limits(manifest: Manifest) -> dict[str, int]:
@@ -276,8 +293,14 @@ def _mapper(
         layers=tuple(
             LayerMap(
                 sources,
-                keys=AffineMap(weights[f"target.{index}.k.W"], weights[f"target.{index}.k.b"]),
-                values=AffineMap(weights[f"target.{index}.v.W"], weights[f"target.{index}.v.b"]),
+                *(
+                    AffineMap(
+                        weights[f"target.{index}.{kind}.W"],
+                        weights[f"target.{index}.{kind}.b"],
+                        heads,
+                    )
+                    for kind, heads in zip("kv", _heads_of(manifest, index), strict=True)
+                ),
             )
             for index, sources in enumerate(manifest.sources)
         ),

@@ -21,14 +21,16 @@ from mappers.first_tokens import exact_prefixes, prefix_ids
 from mappers.geometry import Geometry
 from mappers.identity import check_pair
 from mappers.manifest import Calibration, ManifestFacts
-from mappers.mapper import Mapper
+from mappers.mapper import LayerMap, Mapper
 from mappers.models import LoadedModel, load_model
 from mappers.moments import PairMoments
 from mappers.plan import FitPlan
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.recipes import RECIPES
+from mappers.recipes.systems import cut
 from mappers.report import render
+from mappers.second_pass import WeightedSums, collect_weighted
 from mappers.selection import Selection, select
 
 
@@ -61,7 +63,7 @@ def fit_pair(
         source.identity, windows=len(corpus.windows), skip_positions=plan.skip_positions
     )
     moments = _moments(plan, source, target, corpus, builder, progress)
-    selection = select(moments, plan.k, plan.ridge)
+    selection = select(moments, plan.k, plan.ridge, method=plan.selection, uneven=plan.uneven)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
     facts = manifest_facts(plan, corpus, moments, selection)
     folder = artifact.publish(plan.root, mapper, facts, profile=builder.profile())
@@ -97,9 +99,9 @@ def make_mapper(
     progress: bool = True,
 ) -> Mapper:
     """Solve every target layer from the sums, and look up the exact prefixes."""
-    recipe, dtype = RECIPES[plan.recipe], DTYPES[plan.weights_dtype]
+    weighted = _weighted(plan, source, target, corpus, selection, progress)
     layers = tuple(
-        recipe.fit(moments, layer, selection.sources[layer], plan.ridge, dtype=dtype)
+        _solve(plan, moments, selection, weighted, layer)
         for layer in steps(range(target.identity.num_layers), "solving", show=progress)
     )
     known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
@@ -111,6 +113,37 @@ def make_mapper(
         prefixes=exact_prefixes(target, known),
         skipped_positions=plan.skip_positions,
     )
+
+
+def _solve(
+    plan: FitPlan,
+    moments: PairMoments,
+    selection: Selection,
+    weighted: WeightedSums | None,
+    layer: int,
+) -> LayerMap:
+    recipe, reads = RECIPES[plan.recipe], selection.reads[layer]
+    sums = cut(moments, layer, recipe.columns(reads, moments.geometry))
+    if weighted is not None:
+        sums = weighted.with_plain(layer, sums)
+    dtype = DTYPES[plan.weights_dtype]
+    return recipe.solve(sums, reads, moments.geometry, plan.ridge, dtype=dtype)
+
+
+def _weighted(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    selection: Selection,
+    progress: bool,
+) -> WeightedSums | None:
+    if plan.row_weights == "none":
+        return None
+    geometry = Geometry.of(source.identity, target.identity)
+    sums = WeightedSums(geometry, RECIPES[plan.recipe], selection.reads)
+    rows = {"stride": plan.stride, "skip_positions": plan.skip_positions}
+    return collect_weighted(source, target, corpus, sums, **rows, progress=progress)
 
 
 def _calibration(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Corpus:

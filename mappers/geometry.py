@@ -6,8 +6,8 @@ from typing import Literal
 from mappers.errors import LayoutError
 from mappers.identity import ModelIdentity
 
-Structure = Literal["all_heads", "per_head"]
-STRUCTURES: tuple[Structure, ...] = ("all_heads", "per_head")
+Structure = Literal["all_heads", "per_head", "joint"]
+STRUCTURES: tuple[Structure, ...] = ("all_heads", "per_head", "joint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,15 @@ class Geometry:
 def head_groups(geometry: Geometry, structure: Structure) -> int:
     """In how many independent groups the heads of a pair are regressed.
 
-    ``all_heads``: one, every source head predicts every target head. ``per_head``: min(H_s, H_t);
+    ``all_heads``: one, every source head predicts every target head. ``joint``: one, with the keys
+    and the values of every source head predicting both. ``per_head``: min(H_s, H_t);
     group g pairs the source heads ``g * H_s/G ..`` with the target heads ``g * H_t/G ..``, so where
     H_t > H_s one source head is repeated for several target heads, and where H_t < H_s several
     source heads are pooled by letting one target head read all of them side by side (their mean,
     the other way to pool, is one of the maps that this can express). Raises LayoutError unless one
     head count divides the other.
     """
-    if structure == "all_heads":
+    if structure != "per_head":
         return 1
     few, many = sorted((geometry.source_heads, geometry.target_heads))
     if many % few:

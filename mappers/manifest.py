@@ -50,10 +50,16 @@ class ManifestFacts(_Frozen):
     bundle_version: Annotated[int, Field(ge=1)] = 1
 
 
+class _HeadReads(_Frozen):
+    keys: tuple[tuple[Size, ...], ...]
+    values: tuple[tuple[Size, ...], ...]
+
+
 class Manifest(ManifestFacts):
     """The whole of ``manifest.json``.
 
-    ``sources`` are, per target layer, the source layers that it reads, ascending. ``weight_bytes``
+    ``sources`` are, per target layer, the source layers that it reads, ascending; ``heads`` the
+    single heads, in recipes that choose them (``mappers.mapper.Heads``). ``weight_bytes``
     and ``prefix_bytes`` are the tensors' bytes in the two tensor files, headers not counted;
     ``flops_per_token`` counts a multiply-add as two. Raises ``ValidationError`` when the parts do
     not fit together.
@@ -65,6 +71,7 @@ class Manifest(ManifestFacts):
     target: ModelIdentity
     recipe: str
     sources: tuple[tuple[Size, ...], ...]
+    heads: tuple[_HeadReads, ...] | None = None
     skipped_positions: Size
     weights_dtype: WeightsDtype
     weight_bytes: Size
@@ -81,6 +88,8 @@ class Manifest(ManifestFacts):
             raise ValueError("mapper_id: not the one that these identities and recipe have")
         if len(self.sources) != self.target.num_layers:
             raise ValueError("sources: expected one entry for each target layer")
+        if self.heads is not None and len(self.heads) != self.target.num_layers:
+            raise ValueError("heads: expected one entry for each target layer")
         for matrix in (self.r2_keys, self.r2_values):
             if matrix is not None and not _has_shape(matrix, self.source, self.target):
                 raise ValueError("r2: expected [source layers][target layers]")

@@ -6,6 +6,7 @@ in content space (keys without their rotary embedding, values as they are).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,21 @@ from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
 from mappers.prefixes import ExactPrefixes
 
+Heads = tuple[tuple[int, ...], ...]
+"""Per target head, the source heads that it reads: ``layer * H_s + head`` for a head's keys,
+``(L_s + layer) * H_s + head`` for its values. As many for each target head."""
+
+
+class HeadReads(NamedTuple):
+    """What the keys and the values of one target layer read, where each head has its own choice."""
+
+    keys: Heads
+    values: Heads
+
+
+Reads = tuple[int, ...] | HeadReads
+"""What one target layer reads: source layers, ascending, or single heads."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AffineMap:
@@ -21,10 +37,12 @@ class AffineMap:
 
     weight: ``[inputs, H_t * D_t]``, float32 or bfloat16. What one row of ``x`` holds, and so
     ``inputs``, is the recipe's business (``Recipe.weight_shape``). bias: ``[H_t * D_t]``, float32.
+    heads: which source heads ``x`` is made of, side by side, for recipes that choose them.
     """
 
     weight: Tensor
     bias: Tensor
+    heads: Heads | None = None
 
     @property
     def nbytes(self) -> int:
@@ -42,6 +60,13 @@ class LayerMap:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def heads(self) -> HeadReads | None:
+        """The choice of heads, for recipes that choose them."""
+        if self.keys.heads is None or self.values.heads is None:
+            return None
+        return HeadReads(self.keys.heads, self.values.heads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +91,7 @@ class Mapper:
                 f"the target has {self.target.num_layers} layers, the mapper {len(self.layers)}"
             )
         for index, layer in enumerate(self.layers):
-            check_sources(layer.sources, self.source.num_layers, f"target layer {index}")
+            check_layer(layer, self.geometry, f"target layer {index}")
 
     @property
     def geometry(self) -> Geometry:
@@ -92,3 +117,38 @@ def check_sources(sources: tuple[int, ...], source_layers: int, what: str) -> No
             f"{what} must read some source layers of 0..{source_layers - 1}, each once and in "
             f"ascending order, not {list(sources)}"
         )
+
+
+def check_layer(layer: LayerMap, geometry: Geometry, what: str) -> None:
+    """LayoutError unless a layer's sources, and its heads if it chooses them, are there."""
+    check_sources(layer.sources, geometry.source_layers, what)
+    if (layer.keys.heads is None) != (layer.values.heads is None):
+        raise LayoutError(f"{what} must choose heads for both keys and values or for neither")
+    if layer.heads is None:
+        return
+    for heads in layer.heads:
+        check_heads(heads, geometry, what)
+    if layers_of(layer.heads, geometry) != layer.sources:
+        raise LayoutError(f"{what} must name as sources just the layers whose heads it reads")
+
+
+def check_heads(heads: Heads, geometry: Geometry, what: str) -> None:
+    """LayoutError unless every target head reads as many source heads, each once, ascending."""
+    count = 2 * geometry.source_layers * geometry.source_heads
+    ascending = all(a < b for read in heads for a, b in zip(read, read[1:], strict=False))
+    there = all(read and 0 <= read[0] and read[-1] < count for read in heads)
+    if len(heads) != geometry.target_heads or len({len(read) for read in heads}) != 1:
+        raise LayoutError(f"{what} must read as many source heads for each target head")
+    if not (ascending and there):
+        raise LayoutError(f"{what} must read source heads of 0..{count - 1}, each once, ascending")
+
+
+def layers_of(reads: HeadReads, geometry: Geometry) -> tuple[int, ...]:
+    """The source layers that hold the heads, ascending."""
+    layers = {
+        number // geometry.source_heads % geometry.source_layers
+        for heads in reads
+        for read in heads
+        for number in read
+    }
+    return tuple(sorted(layers))

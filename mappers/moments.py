@@ -9,7 +9,7 @@ and every ridge is a sub-block solve of these sums: the data are never read agai
 Legend: G groups, n rows (tokens), F inputs, O outputs; L layers, H kv heads, D head dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,29 +21,33 @@ from mappers.checkpoint import read_checkpoint, write_checkpoint
 from mappers.errors import ArtifactError, LayoutError, NonFinite
 from mappers.geometry import STRUCTURES, Geometry, Structure, head_groups
 
-FIELDS = ("mean_x", "mean_y", "gram", "cross", "squares_y")
-SCHEMA = "kvt-moments-1"
+FIELDS = ("weight", "mean_x", "mean_y", "gram", "cross", "squares_y")
+SCHEMA = "kvt-moments-2"
+_TINY = torch.finfo(torch.float64).tiny
 
 
 class Moments:
     """Centred second moments of ``x`` against ``y`` for G independent regressions.
 
-    Attributes, float64 on the CPU: ``mean_x [G, F]``, ``mean_y [G, O]``, ``gram [G, F, F]`` (sum
+    Attributes, float64 on the CPU: ``weight [G]`` (the sum of the rows' weights, 1 for each row
+    unless said otherwise), ``mean_x [G, F]``, ``mean_y [G, O]``, ``gram [G, F, F]`` (weighted sum
     over rows of the outer products of ``x - mean_x``), ``cross [G, F, O]``, ``squares_y [G, O]``;
-    and ``count``, the rows. Sums are not divided by the count.
+    and ``count``, the rows. Sums are not divided by the weight.
     """
 
     def __init__(self, groups: int, inputs: int, outputs: int) -> None:
         self.count = 0
+        self.weight = torch.zeros(groups, dtype=torch.float64)
         self.mean_x = torch.zeros(groups, inputs, dtype=torch.float64)
         self.mean_y = torch.zeros(groups, outputs, dtype=torch.float64)
         self.gram = torch.zeros(groups, inputs, inputs, dtype=torch.float64)
         self.cross = torch.zeros(groups, inputs, outputs, dtype=torch.float64)
         self.squares_y = torch.zeros(groups, outputs, dtype=torch.float64)
 
-    def add(self, x: Tensor, y: Tensor) -> None:
+    def add(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         """Add rows ``x [G, n, F]`` and ``y [G, n, O]``, any float dtype.
 
+        ``weights [G, n]``, 0 or more, say how often each row counts; once if None.
         Raises LayoutError for other shapes and NonFinite for a NaN or an infinity; both leave the
         statistics as they were.
         """
@@ -52,26 +56,66 @@ class Moments:
         if rows == 0:
             return
         x, y = x.to(torch.float64), y.to(torch.float64)
-        mean_x, mean_y = x.mean(dim=1), y.mean(dim=1)
+        added = torch.full_like(self.weight, rows) if weights is None else weights.double().sum(1)
+        mean_x, mean_y = _mean(x, weights), _mean(y, weights)
         # A mean is finite if and only if all its rows are, since 32-bit sums cannot overflow here.
         if not bool(mean_x.isfinite().all()) or not bool(mean_y.isfinite().all()):
             raise NonFinite(f"a window of {rows} rows holds a NaN or an infinity")
-        moved_x, moved_y = self._move_means(rows, mean_x, mean_y)
+        moved_x, moved_y = self._move_means(added, mean_x, mean_y)
+        self.count += rows
+        centred_x, centred_y = x - mean_x[:, None], y - mean_y[:, None]
+        if weights is not None:
+            root = weights.to(torch.float64).sqrt().unsqueeze(2)
+            centred_x, centred_y = root * centred_x, root * centred_y
         # The shift of the means is one more row of the same products, so each sum is touched once.
-        centred_x = torch.cat([x - mean_x[:, None], moved_x[:, None]], dim=1)
-        centred_y = torch.cat([y - mean_y[:, None], moved_y[:, None]], dim=1)
-        self._accumulate(centred_x, centred_y)
+        self._accumulate(
+            torch.cat([centred_x, moved_x[:, None]], dim=1),
+            torch.cat([centred_y, moved_y[:, None]], dim=1),
+        )
 
     def merge(self, other: "Moments") -> None:
         """Add the rows that another pass has seen; the order of merging does not matter."""
         self._check_same_shape(other)
         if other.count == 0:
             return
-        moved_x, moved_y = self._move_means(other.count, other.mean_x, other.mean_y)
+        moved_x, moved_y = self._move_means(other.weight, other.mean_x, other.mean_y)
+        self.count += other.count
         self.gram += other.gram
         self.cross += other.cross
         self.squares_y += other.squares_y
         self._accumulate(moved_x[:, None], moved_y[:, None])
+
+    def of_outputs(self, chosen: slice) -> "Moments":
+        """The moments of some of the outputs, as views: to be read, not added to."""
+        part = Moments(0, 0, 0)
+        part.count, part.weight = self.count, self.weight
+        part.mean_x, part.gram = self.mean_x, self.gram
+        part.mean_y, part.squares_y = self.mean_y[:, chosen], self.squares_y[:, chosen]
+        part.cross = self.cross[:, :, chosen]
+        return part
+
+    def blocks(self, groups: Sequence[int], inputs: Tensor, outputs: Tensor) -> "Moments":
+        """Copies of sub-blocks: regression i of the result is group ``groups[i]``'s with the
+        inputs ``inputs[i]`` (int64 ``[len(groups), F]``) and outputs ``outputs[i]``."""
+        part = Moments(0, 0, 0)
+        part.count = self.count
+        of = torch.tensor(groups)
+        part.weight = self.weight[of]
+        part.mean_x = self.mean_x[of].gather(1, inputs)
+        part.mean_y = self.mean_y[of].gather(1, outputs)
+        part.squares_y = self.squares_y[of].gather(1, outputs)
+        wanted = list(zip(groups, inputs, outputs, strict=True))
+        part.gram = torch.stack([self.gram[g][i][:, i] for g, i, _ in wanted])
+        part.cross = torch.stack([self.cross[g][i][:, o] for g, i, o in wanted])
+        return part
+
+    def scaled(self, factor: Tensor) -> "Moments":
+        """As if every row of group g had counted ``factor[g]`` times as often."""
+        part = Moments(0, 0, 0)
+        part.count, part.mean_x, part.mean_y = self.count, self.mean_x.clone(), self.mean_y.clone()
+        part.weight, part.squares_y = self.weight * factor, self.squares_y * factor[:, None]
+        part.gram, part.cross = (s * factor[:, None, None] for s in (self.gram, self.cross))
+        return part
 
     def tensors(self) -> dict[str, Tensor]:
         """All state, by name; ``count`` as an int64 scalar."""
@@ -103,14 +147,15 @@ class Moments:
         tensors, _ = read_checkpoint(path, SCHEMA)
         return cls.from_tensors(tensors)
 
-    def _move_means(self, rows: int, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor]:
-        """Move means and count on; return the shifts, scaled as rows of the second moments."""
-        total = self.count + rows
-        scale = (self.count * rows / total) ** 0.5
+    def _move_means(self, added: Tensor, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor]:
+        """Move means and weight on; return the shifts, scaled as rows of the second moments."""
+        total = self.weight + added
+        share = (added / total.clamp_min(_TINY)).unsqueeze(1)
+        scale = (self.weight.unsqueeze(1) * share).sqrt()
         shift_x, shift_y = mean_x - self.mean_x, mean_y - self.mean_y
-        self.mean_x += shift_x * (rows / total)
-        self.mean_y += shift_y * (rows / total)
-        self.count = total
+        self.mean_x += shift_x * share
+        self.mean_y += shift_y * share
+        self.weight = total
         return shift_x * scale, shift_y * scale
 
     def _accumulate(self, x: Tensor, y: Tensor) -> None:
@@ -137,6 +182,14 @@ class Moments:
             )
 
 
+def _mean(rows: Tensor, weights: Tensor | None) -> Tensor:
+    """The mean row of ``[G, n, F]`` under weights ``[G, n]``; of no weight at all, zeros."""
+    if weights is None:
+        return rows.mean(dim=1)
+    shares = weights.double() / weights.double().sum(1, keepdim=True).clamp_min(_TINY)
+    return (shares.unsqueeze(1) @ rows).squeeze(1)
+
+
 class PairMoments:
     """The moments of a pair: all source layers against all target layers, keys and values apart.
 
@@ -144,6 +197,9 @@ class PairMoments:
     side: ``F = L_s * H_s/G * D_s``; the outputs likewise ``O = L_t * H_t/G * D_t``. So a choice of
     source layers is a choice of blocks of ``source_block`` rows and columns. ``windows`` counts the
     windows added, which tells a resumed pass where to go on.
+
+    With the structure ``joint`` the inputs are all layers' keys, then all layers' values; ``keys``
+    and ``values`` are views of one set of moments, which differ in the outputs.
     """
 
     def __init__(self, geometry: Geometry, structure: Structure) -> None:
@@ -152,15 +208,33 @@ class PairMoments:
         self.source_block = geometry.source_width // self.groups
         self.target_block = geometry.target_width // self.groups
         inputs = geometry.source_layers * self.source_block
-        outputs = geometry.target_layers * self.target_block
-        self.keys = Moments(self.groups, inputs, outputs)
-        self.values = Moments(self.groups, inputs, outputs)
+        self._outputs_of_a_kind = outputs = geometry.target_layers * self.target_block
+        self._parts = {
+            name: Moments(self.groups, kinds * inputs, kinds * outputs)
+            for name, kinds in (
+                {"both": 2} if structure == "joint" else dict(keys=1, values=1)
+            ).items()
+        }
         self.windows = 0
+
+    @property
+    def keys(self) -> Moments:
+        """What predicts the target's keys."""
+        if self.structure == "joint":
+            return self._parts["both"].of_outputs(slice(self._outputs_of_a_kind))
+        return self._parts["keys"]
+
+    @property
+    def values(self) -> Moments:
+        """What predicts the target's values."""
+        if self.structure == "joint":
+            return self._parts["both"].of_outputs(slice(self._outputs_of_a_kind, None))
+        return self._parts["values"]
 
     @property
     def count(self) -> int:
         """Rows (tokens) added so far."""
-        return self.keys.count
+        return next(iter(self._parts.values())).count
 
     def add_window(self, source: KVCache, target: KVCache) -> None:
         """Add the same tokens of both models, keys in content space.
@@ -169,8 +243,11 @@ class PairMoments:
         NonFinite for a NaN or an infinity; both leave the statistics as they were.
         """
         self._check_window(source, target)
-        self.keys.add(self._inputs(source.keys), self._outputs(target.keys))
-        self.values.add(self._inputs(source.values), self._outputs(target.values))
+        for name, part in self._parts.items():
+            part.add(
+                _grouped(_layers(source, name), self.groups, self.source_block),
+                _grouped(_layers(target, name), self.groups, self.target_block),
+            )
         self.windows += 1
 
     def merge(self, other: "PairMoments") -> None:
@@ -179,15 +256,15 @@ class PairMoments:
             raise LayoutError(
                 "moments of different geometries or structures do not belong together"
             )
-        self.keys.merge(other.keys)
-        self.values.merge(other.values)
+        for name, part in self._parts.items():
+            part.merge(other._parts[name])
         self.windows += other.windows
 
     def save(self, path: Path) -> None:
         """Write a safetensors checkpoint, whole or not at all; loading it is bit exact."""
         tensors = {
-            f"{kind}.{name}": tensor
-            for kind, moments in (("keys", self.keys), ("values", self.values))
+            f"{part}.{name}": tensor
+            for part, moments in self._parts.items()
             for name, tensor in moments.tensors().items()
         }
         facts = {name: str(value) for name, value in asdict(self.geometry).items()}
@@ -199,21 +276,15 @@ class PairMoments:
         """Read what ``save`` wrote. Raises ArtifactError for anything else."""
         tensors, facts = read_checkpoint(path, SCHEMA)
         pair = cls(*_declared(facts))
-        for kind in ("keys", "values"):
-            stem = f"{kind}."
+        for part, expected in pair._parts.items():
+            stem = f"{part}."
             own = {n.removeprefix(stem): t for n, t in tensors.items() if n.startswith(stem)}
             moments = Moments.from_tensors(own)
-            if moments.cross.shape != pair.keys.cross.shape:
+            if moments.cross.shape != expected.cross.shape:
                 raise ArtifactError("a moments checkpoint does not fit the geometry that it names")
-            setattr(pair, kind, moments)
+            pair._parts[part] = moments
         pair.windows = int(facts["windows"])
         return pair
-
-    def _inputs(self, layers: tuple[Tensor, ...]) -> Tensor:
-        return _grouped(layers, self.groups, self.source_block)
-
-    def _outputs(self, layers: tuple[Tensor, ...]) -> Tensor:
-        return _grouped(layers, self.groups, self.target_block)
 
     def _check_window(self, source: KVCache, target: KVCache) -> None:
         g = self.geometry
@@ -222,6 +293,11 @@ class PairMoments:
         _check_cache("target", target, (g.target_layers, g.target_heads, g.target_dim))
         if not torch.equal(source.positions, target.positions):
             raise LayoutError("source and target must hold the same tokens at the same positions")
+
+
+def _layers(cache: KVCache, part: str) -> tuple[Tensor, ...]:
+    kinds = {"keys": cache.keys, "values": cache.values, "both": (*cache.keys, *cache.values)}
+    return kinds[part]
 
 
 def _check_cache(side: str, cache: KVCache, expected: tuple[int, int, int]) -> None:

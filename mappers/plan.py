@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mappers.models import ModelSpec
 from mappers.recipes import RECIPES
+from mappers.selection import Method
 
 Count = Annotated[int, Field(ge=1)]
 Paths = tuple[Path, ...]
@@ -15,17 +16,19 @@ Paths = tuple[Path, ...]
 class FitPlan(BaseModel):
     """All that decides a fit.
 
-    ``k`` source layers a target layer; ``ridge`` relative to the mean diagonal of the inputs' Gram
-    matrix. ``windows`` calibration windows of ``window_tokens`` tokens, of which every
-    ``stride``-th row is taken and none of the first ``skip_positions``. ``evaluation`` names the
-    texts of each domain; ``documents`` of each are measured at prompts of ``lengths`` tokens (those
-    that both models and the document allow) with each of ``native_tails``. Given ``alpha`` (and
-    ``delta``), documents too few to certify a share alpha are found before anything is fitted. The
-    table of exact prefixes holds what the tokenizer puts in front of a text (or, if that is
-    nothing, the ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the
-    opening of a chat template. ``work`` keeps the sums, so that a stopped fit resumes and another
-    ``k`` or ``ridge`` needs no second pass; without it they are beside the artifact until it is
-    done.
+    ``k`` source layers a target layer, or source heads a target head where the recipe chooses
+    heads, found by ``selection`` (``mappers.selection``); ``uneven``: k on average, more where more
+    explains more. ``row_weights`` by the target's attention (``mappers.row_weights``) take a second
+    pass over the text. ``ridge`` relative to the mean diagonal of the inputs' Gram matrix.
+    ``windows`` calibration windows of ``window_tokens`` tokens, of which every ``stride``-th row is
+    taken and none of the first ``skip_positions``. ``evaluation`` names the texts of each domain;
+    ``documents`` of each are measured at prompts of ``lengths`` tokens (those that both models and
+    the document allow) with each of ``native_tails``. Given ``alpha`` (and ``delta``), documents
+    too few to certify a share alpha are found before anything is fitted. The table of exact
+    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
+    ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
+    template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
+    needs no second pass; without it they are beside the artifact until it is done.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +42,9 @@ class FitPlan(BaseModel):
     device: str = "cpu"
     recipe: str = "full_head"
     k: Count = 4
+    selection: Method = "top"
+    uneven: bool = False
+    row_weights: Literal["none", "attention"] = "none"
     ridge: Annotated[float, Field(gt=0)] = 1e-4
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     windows: Count = 200

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mappers import hf_compat
+from mappers.cache import KVCache, from_hf
 from mappers.errors import UnsupportedModel
 
 _USED = "sdpa"
@@ -21,13 +22,21 @@ def read_queries(model: PreTrainedModel, ids: Tensor, rows: Tensor) -> tuple[lis
     Queries are as attention uses them, after any norm and the rotary embedding. Raises
     UnsupportedModel for a model that does not attend by transformers' ``sdpa``.
     """
+    _, queries, scale = read_with_queries(model, ids, rows)
+    return queries, scale
+
+
+def read_with_queries(
+    model: PreTrainedModel, ids: Tensor, rows: Tensor
+) -> tuple[KVCache, list[Tensor], float]:
+    """The model's cache of the ids [T] as well; the rest as for ``read_queries``."""
     if model.config._attn_implementation != _USED:
         raise UnsupportedModel("attention_hidden", f"queries are read from {_USED} attention only")
     with _recording(rows.to(model.device)) as (found, scales):
-        hf_compat.read(model, ids[None], logits_at=torch.tensor([len(ids) - 1]))
+        _, cache = hf_compat.read(model, ids[None], logits_at=torch.tensor([len(ids) - 1]))
     if len(found) != model.config.get_text_config().num_hidden_layers or len(set(scales)) != 1:
         raise UnsupportedModel("attention_hidden", "this model's attention shows no queries")
-    return found, scales[0]
+    return from_hf(cache), found, scales[0]
 
 
 @contextmanager

@@ -87,9 +87,10 @@ class Translator:
         # On a CPU what stays in its caches, on a GPU what fills it.
         self.chunk_tokens = chunk_tokens or (1024 if self.device.type == "cpu" else 8192)
         self._recipe = recipe_of(mapper)
+        self._joint = self._recipe.structure == "joint"
         groups = head_groups(self.geometry, self._recipe.structure)
-        self._source_apart = groups == self.geometry.source_heads > 1
-        self._target_apart = groups == self.geometry.target_heads > 1
+        self._source_apart = self._joint or groups == self.geometry.source_heads > 1
+        self._target_apart = self._joint or groups == self.geometry.target_heads > 1
         self._layers = tuple(self._prepare(mapper.layers))
         self._wanted = frozenset(j for layer in mapper.layers for j in layer.sources)
 
@@ -162,7 +163,11 @@ class Translator:
         for index, layer in enumerate(layers):
             keys, values = (
                 self._recipe.prepare(
-                    affine, self.geometry, device=self.device, dtype=self.compute_dtype
+                    affine,
+                    layer.sources,
+                    self.geometry,
+                    device=self.device,
+                    dtype=self.compute_dtype,
                 )
                 for affine in (layer.keys, layer.values)
             )
@@ -203,6 +208,8 @@ class Translator:
             if request.known < request.tokens:
                 sources = [content.read(source) for source in layer.sources]
                 source_keys, source_values = zip(*sources, strict=True)
+                if self._joint:
+                    source_keys = source_values = (*source_keys, *source_values)
                 table, rows = request.target_table, request.mapped
                 checksum += self._map(layer.keys, source_keys, keys[rows], workspace, table)
                 checksum += self._map(layer.values, source_values, values[rows], workspace, None)

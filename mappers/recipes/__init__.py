@@ -1,12 +1,13 @@
 """The recipes, by name; ``tests/mappers/test_recipes.py`` holds each of them to the contract."""
 
 from mappers.errors import LayoutError
-from mappers.mapper import Mapper
+from mappers.mapper import Heads, Mapper
 from mappers.recipes.contract import Recipe
 from mappers.recipes.full_head import FULL_HEAD
 from mappers.recipes.head_local import HEAD_LOCAL
+from mappers.recipes.top_heads import TOP_HEADS
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (FULL_HEAD, HEAD_LOCAL)}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (FULL_HEAD, HEAD_LOCAL, TOP_HEADS)}
 
 
 def recipe_of(mapper: Mapper) -> Recipe:
@@ -21,8 +22,10 @@ def check_shapes(mapper: Mapper) -> None:
     """LayoutError unless every weight and bias has the shape that the recipe gives it."""
     recipe = recipe_of(mapper)
     for index, layer in enumerate(mapper.layers):
-        expected = recipe.weight_shape(mapper.geometry, len(layer.sources))
+        if (layer.heads is None) != (recipe.structure != "joint"):
+            raise LayoutError(f"target layer {index}: {mapper.recipe} and a choice of heads")
         for affine in (layer.keys, layer.values):
+            expected = recipe.weight_shape(mapper.geometry, reads_of(layer.sources, affine.heads))
             weight, bias = tuple(affine.weight.shape), tuple(affine.bias.shape)
             if (weight, bias) != (expected, expected[1:]):
                 raise LayoutError(
@@ -33,5 +36,9 @@ def check_shapes(mapper: Mapper) -> None:
 
 def flops_per_token(mapper: Mapper) -> int:
     """Multiply-adds counted as two, for all target layers, keys and values together."""
-    recipe, geometry = recipe_of(mapper), mapper.geometry
-    return sum(recipe.flops_per_token(geometry, len(layer.sources)) for layer in mapper.layers)
+    return sum(2 * affine.weight.numel() for _, affine in mapper.affine_maps())
+
+
+def reads_of(sources: tuple[int, ...], heads: Heads | None) -> int:
+    """How many layers, or heads a target head, a map reads."""
+    return len(sources) if heads is None else len(heads[0])

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mappers.geometry import Geometry, Structure
-from mappers.mapper import AffineMap, LayerMap
+from mappers.mapper import AffineMap, LayerMap, Reads
 from mappers.moments import PairMoments
+from mappers.recipes.systems import LayerSums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,11 +22,13 @@ class PreparedMap:
     """An affine map laid out for multiplication, made once when a Translator is built.
 
     weight: ``[G, inputs, outputs of a group]`` in the compute dtype, contiguous. bias: ``[G, 1,
-    outputs of a group]``, float32.
+    outputs of a group]``, float32. reads: per target head which of the contents it reads and which
+    head of it, for recipes that choose heads.
     """
 
     weight: Tensor
     bias: Tensor
+    reads: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 class Recipe(Protocol):
@@ -43,29 +46,48 @@ class Recipe(Protocol):
         self,
         moments: PairMoments,
         target_layer: int,
-        sources: Sequence[int],
+        reads: Reads,
         ridge: float,
         *,
         dtype: torch.dtype = torch.float32,
     ) -> LayerMap:
-        """Fit one target layer on the source layers ``sources`` (ascending), weights in ``dtype``.
+        """Fit one target layer on what it reads, weights in ``dtype``.
 
-        Raises LayoutError for moments of another structure or sources that are not there,
-        TooFewData, SingularSystem, and ValueError for a negative ridge.
+        Raises LayoutError for moments of another structure or reads that are not there, TooFewData,
+        SingularSystem, and ValueError for a negative ridge.
         """
 
-    def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
-        """``[inputs, outputs]`` of each of the two weights of a layer that reads k layers."""
+    def columns(self, reads: Reads, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Which numbers of a source token each of the G groups of target heads reads, for keys and
+        for values: int64 ``[G, inputs]``, as ``systems.cut`` counts them."""
 
-    def flops_per_token(self, geometry: Geometry, k: int) -> int:
-        """Of one target layer that reads k layers, keys and values together."""
+    def solve(
+        self,
+        sums: LayerSums,
+        reads: Reads,
+        geometry: Geometry,
+        ridge: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> LayerMap:
+        """The second half of ``fit``: the maps, from sums over just what is read."""
+
+    def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
+        """``[inputs, outputs]`` of a weight that reads k layers, or k heads a target head."""
 
     def prepare(
-        self, affine: AffineMap, geometry: Geometry, *, device: torch.device, dtype: torch.dtype
+        self,
+        affine: AffineMap,
+        sources: tuple[int, ...],
+        geometry: Geometry,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> PreparedMap:
-        """Convert a map for ``apply`` on this device in this compute dtype."""
+        """Convert a map of a layer that reads ``sources`` for ``apply`` on this device."""
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-        """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype;
+        """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype, of the
+        kind that is mapped, or with ``joint`` moments all keys and then all values;
         every element of ``out``, float32 ``[T, H_t, D_t]``, is overwritten. Both lie token by
         token, or head by head where each head is regressed alone (``content.empty``)."""

@@ -5,7 +5,7 @@ layer: ``inputs = k * H_s/G * D_s``. The stored weight is ``[inputs, H_t * D_t]`
 columns belongs to the target heads of group g and is multiplied with the inputs of group g.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry, Structure, head_groups
-from mappers.mapper import AffineMap, LayerMap, check_sources
-from mappers.moments import Moments, PairMoments
+from mappers.mapper import AffineMap, HeadReads, LayerMap, Reads, check_sources
+from mappers.moments import PairMoments
 from mappers.recipes.contract import PreparedMap
-from mappers.recipes.solve import solve
+from mappers.recipes.systems import LayerSums, cut, solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +30,54 @@ class RidgeRecipe:
         self,
         moments: PairMoments,
         target_layer: int,
-        sources: Sequence[int],
+        reads: Reads,
         ridge: float,
         *,
         dtype: torch.dtype = torch.float32,
     ) -> LayerMap:
-        geometry, chosen = moments.geometry, tuple(sources)
         if moments.structure != self.structure:
             raise LayoutError(
                 f"{self.name} needs {self.structure} moments, not {moments.structure}"
             )
-        if not 0 <= target_layer < geometry.target_layers:
-            raise LayoutError(f"target layer {target_layer} of {geometry.target_layers}")
-        check_sources(chosen, geometry.source_layers, f"target layer {target_layer}")
-        inputs = _columns(chosen, moments.source_block)
-        outputs = _columns((target_layer,), moments.target_block)
-        return LayerMap(
-            sources=chosen,
-            keys=_fit_affine(moments.keys, inputs, outputs, ridge, dtype),
-            values=_fit_affine(moments.values, inputs, outputs, ridge, dtype),
-        )
+        sums = cut(moments, target_layer, self.columns(reads, moments.geometry))
+        return self.solve(sums, reads, moments.geometry, ridge, dtype=dtype)
+
+    def columns(self, reads: Reads, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        if isinstance(reads, HeadReads):
+            raise LayoutError(f"{self.name} reads whole layers, not heads")
+        check_sources(tuple(reads), geometry.source_layers, "a target layer")
+        groups = head_groups(geometry, self.structure)
+        layers = torch.tensor(reads)[None, :, None] * geometry.source_width
+        columns = layers + torch.arange(geometry.source_width).view(groups, 1, -1)
+        return columns.flatten(1), columns.flatten(1)
+
+    def solve(
+        self,
+        sums: LayerSums,
+        reads: Reads,
+        geometry: Geometry,
+        ridge: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+    ) -> LayerMap:
+        if isinstance(reads, HeadReads):
+            raise LayoutError(f"{self.name} reads whole layers, not heads")
+        block = self.weight_shape(geometry, 1)[0]
+        maps = (solved(part, ridge, block=block, dtype=dtype) for part in sums)
+        return LayerMap(tuple(reads), *maps)
 
     def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
         groups = head_groups(geometry, self.structure)
         return k * geometry.source_width // groups, geometry.target_width
 
-    def flops_per_token(self, geometry: Geometry, k: int) -> int:
-        inputs, outputs = self.weight_shape(geometry, k)
-        return 2 * 2 * inputs * outputs
-
     def prepare(
-        self, affine: AffineMap, geometry: Geometry, *, device: torch.device, dtype: torch.dtype
+        self,
+        affine: AffineMap,
+        sources: tuple[int, ...],
+        geometry: Geometry,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> PreparedMap:
         groups = head_groups(geometry, self.structure)
         weight = affine.weight.to(device, dtype)
@@ -75,30 +92,6 @@ class RidgeRecipe:
             _multiply(prepared, rows, _by_group(out, groups))
         else:
             _multiply_mixed(prepared, rows, _by_group(out, groups))
-
-
-def _fit_affine(
-    moments: Moments, inputs: Tensor, outputs: Tensor, ridge: float, dtype: torch.dtype
-) -> AffineMap:
-    weights, biases = zip(*_fit_groups(moments, inputs, outputs, ridge, dtype), strict=True)
-    return AffineMap(weight=torch.cat(weights, dim=1), bias=torch.cat(biases))
-
-
-def _fit_groups(
-    moments: Moments, inputs: Tensor, outputs: Tensor, ridge: float, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for group in range(moments.gram.shape[0]):
-        gram = moments.gram[group][inputs][:, inputs]
-        cross = moments.cross[group][inputs][:, outputs]
-        weight = solve(gram, cross, rows=moments.count, ridge=ridge).to(dtype)
-        # From the rounded weight, so that the mean input still maps to the mean output exactly.
-        offset = moments.mean_x[group][inputs] @ weight.to(torch.float64)
-        yield weight, (moments.mean_y[group][outputs] - offset).to(torch.float32)
-
-
-def _columns(layers: Sequence[int], block: int) -> Tensor:
-    """Where the numbers of these layers lie among those of all layers."""
-    return (torch.tensor(layers)[:, None] * block + torch.arange(block)).flatten()
 
 
 def _by_group(tensor: Tensor, groups: int) -> Tensor:

@@ -6,9 +6,11 @@ With the centred Gram matrix ``A = sum (x - mx)(x - mx)'`` and cross products ``
     lambda = ridge * (mean of the diagonal of A)
 
 with A the very sub-block that is solved (one target layer's source layers, one head group, keys
-or values). So ridge has no unit and depends neither on the number of rows nor on the scale of the
-data; dividing A by n would change nothing. (The un-normalised ``lambda = 0.01`` printed in
-arXiv 2608.03893 is another convention: it shrinks with every row that is added.)
+or values), and a lambda of its own for every ``block`` of inputs, from its part of the diagonal:
+one for all over-shrinks a source layer of small numbers that stands beside one of large. So ridge
+has no unit and depends neither on the number of rows nor on the scale of the data; dividing A by n
+would change nothing. (The un-normalised ``lambda = 0.01`` printed in arXiv 2608.03893 is another
+convention: it shrinks with every row that is added.)
 """
 
 import math
@@ -19,8 +21,10 @@ from torch import Tensor
 from mappers.errors import SingularSystem, TooFewData
 
 
-def factorise(gram: Tensor, *, rows: int, ridge: float) -> tuple[Tensor, float]:
-    """Cholesky factor (lower) of ``gram [F, F]`` plus lambda on its diagonal, and lambda.
+def factorise(
+    gram: Tensor, *, rows: int, ridge: float, block: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cholesky factor (lower) of ``gram [F, F]`` plus lambda on its diagonal, and lambda ``[F]``.
 
     Raises TooFewData unless there are more rows than inputs, SingularSystem when the inputs do
     not determine the map, ValueError for a ridge that is negative or not finite.
@@ -34,7 +38,8 @@ def factorise(gram: Tensor, *, rows: int, ridge: float) -> tuple[Tensor, float]:
             f"{rows} rows for {inputs} inputs: at least {inputs + 1} rows are needed "
             "(more text, a smaller stride, or fewer source layers)"
         )
-    shrinkage = ridge * float(gram.diagonal().mean())
+    width = block or inputs
+    shrinkage = (ridge * gram.diagonal().view(-1, width).mean(1)).repeat_interleave(width)
     regularised = gram.clone()
     regularised.diagonal().add_(shrinkage)
     factor, failed = torch.linalg.cholesky_ex(regularised)
@@ -46,9 +51,11 @@ def factorise(gram: Tensor, *, rows: int, ridge: float) -> tuple[Tensor, float]:
     return factor, shrinkage
 
 
-def solve(gram: Tensor, cross: Tensor, *, rows: int, ridge: float) -> Tensor:
+def solve(
+    gram: Tensor, cross: Tensor, *, rows: int, ridge: float, block: int | None = None
+) -> Tensor:
     """W ``[F, O]`` for ``gram [F, F]`` and ``cross [F, O]``; raises what ``factorise`` does."""
-    factor, _ = factorise(gram, rows=rows, ridge=ridge)
+    factor, _ = factorise(gram, rows=rows, ridge=ridge, block=block)
     return torch.cholesky_solve(cross, factor)
 
 
@@ -57,11 +64,11 @@ def residual_squares(
 ) -> Tensor:
     """Sum of squared residuals ``[O]`` of the fit on its own rows; raises what ``factorise`` does.
 
-    ``y'y - 2 W'C + W'AW`` with ``(A + lambda I) W = C`` is ``y'y - W'C - lambda W'W``.
+    ``y'y - 2 W'C + W'AW`` with ``(A + lambda I) W = C`` is ``y'y - W'C - W' lambda W``.
     """
     factor, shrinkage = factorise(gram, rows=rows, ridge=ridge)
     weight = torch.cholesky_solve(cross, factor)
-    explained = (weight * cross).sum(dim=0) + shrinkage * weight.square().sum(dim=0)
+    explained = (weight * cross).sum(dim=0) + shrinkage @ weight.square()
     return (squares_y - explained).clamp_min(0.0)
 
 

@@ -11,7 +11,9 @@ from service.commands.exits import Code, Failure, fault_of
 from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
-Recipe = Literal["full_head", "head_local"]
+Recipe = Literal["full_head", "head_local", "top_heads"]
+Method = Literal["top", "greedy"]
+RowWeights = Literal["none", "attention"]
 _TEXT, _FIT, _EVIDENCE = "Text", "Fit", "Evidence"
 
 
@@ -39,8 +41,21 @@ def fit(
         Recipe, typer.Option(help="Kind of map.", rich_help_panel=_FIT)
     ] = "full_head",
     k: Annotated[
-        int, typer.Option(min=1, help="Source layers a target layer.", rich_help_panel=_FIT)
+        int,
+        typer.Option(
+            min=1, help="Layers a target layer (top_heads: heads a head).", rich_help_panel=_FIT
+        ),
     ] = 4,
+    selection: Annotated[
+        Method, typer.Option(help="The best alone, or one after another.", rich_help_panel=_FIT)
+    ] = "top",
+    uneven: Annotated[
+        bool, typer.Option(help="k on average, more where it helps.", rich_help_panel=_FIT)
+    ] = False,
+    row_weights: Annotated[
+        RowWeights,
+        typer.Option(help="Tokens weighted by the target's attention.", rich_help_panel=_FIT),
+    ] = "none",
     ridge: Annotated[
         float, typer.Option(help="Relative to the mean diagonal.", rich_help_panel=_FIT)
     ] = 1e-4,
@@ -125,6 +140,9 @@ def fit(
             device=device,
             recipe=recipe,
             k=k,
+            selection=selection,
+            uneven=uneven,
+            row_weights=row_weights,
             ridge=ridge,
             windows=windows,
             window_tokens=window_tokens,

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache, consecutive
-from mappers.geometry import Geometry
+from mappers.geometry import Geometry, Structure
 from mappers.identity import ModelIdentity
+from mappers.mapper import HeadReads, Reads
 from mappers.rope import Rope
 
 
@@ -90,6 +91,23 @@ def matched_heads(geometry: Geometry, target_head: int) -> slice:
     """The source heads that index-match a target head: repeated or pooled, as head_local says."""
     first = target_head * geometry.source_heads // geometry.target_heads
     return slice(first, first + max(1, geometry.source_heads // geometry.target_heads))
+
+
+def reads_of_layers(structure: Structure, geometry: Geometry, sources: Sequence[int]) -> Reads:
+    """What a recipe is told to read those layers: for ``joint`` single heads, the matched ones."""
+    if structure != "joint":
+        return tuple(sources)
+    kinds = []
+    for first in (0, geometry.source_layers):
+        heads = []
+        for head in range(geometry.target_heads):
+            matched = matched_heads(geometry, head)
+            read = range(matched.start, matched.stop)
+            heads.append(
+                tuple((first + j) * geometry.source_heads + h for j in sources for h in read)
+            )
+        kinds.append(tuple(heads))
+    return HeadReads(*kinds)
 
 
 def _affine_heads(layers: list[Tensor], geometry: Geometry, generator: torch.Generator) -> Tensor:

@@ -19,13 +19,14 @@ from mappers import artifact, strict_json
 from mappers.errors import ArtifactError, LayoutError
 from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.folder import NAME
+from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
 from mappers.manifest import Calibration, Manifest, ManifestFacts, library_versions, mapper_id
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.mapper import AffineMap, HeadReads, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES
 from mappers.tensor_file import pack, unpack
-from tests.mappers.pairs import identity, random_cache
+from tests.mappers.pairs import identity, random_cache, reads_of_layers
 
 SOURCE, TARGET = identity(3, 2, 8), identity(4, 2, 8, theta=500_000.0)
 WEIGHTS, PREFIXES = "weights.safetensors", "prefixes.safetensors"
@@ -51,6 +52,9 @@ def mapper(
         )
         outputs = target.num_kv_heads * target.head_dim
         maps = [affine(inputs, outputs, dtype, 2 * index + kind) for kind in (0, 1)]
+        reads = reads_of_layers(RECIPES[recipe].structure, Geometry.of(source, target), sources)
+        if isinstance(reads, HeadReads):
+            maps = [replace(one, heads=heads) for one, heads in zip(maps, reads, strict=True)]
         layers.append(LayerMap(sources, *maps))
     known = {
         ids: random_cache(target.num_layers, len(ids), target.num_kv_heads, target.head_dim, seed=n)
@@ -96,13 +100,14 @@ def tensors(given_mapper: Mapper) -> Iterator[tuple[str, Tensor]]:
 
 def assert_same(left: Mapper, right: Mapper) -> None:
     assert (left.source, left.target, left.recipe) == (right.source, right.target, right.recipe)
-    assert [layer.sources for layer in left.layers] == [layer.sources for layer in right.layers]
+    for ours, theirs in zip(left.layers, right.layers, strict=True):
+        assert (ours.sources, ours.heads) == (theirs.sources, theirs.heads)
     assert left.skipped_positions == right.skipped_positions
-    ours, theirs = dict(tensors(left)), dict(tensors(right))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype
-        assert torch.equal(tensor, theirs[name]), name
+    mine, given = dict(tensors(left)), dict(tensors(right))
+    assert mine.keys() == given.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == given[name].dtype
+        assert torch.equal(tensor, given[name]), name
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))

@@ -35,6 +35,7 @@ def reference(x: Tensor, y: Tensor) -> dict[str, np.ndarray]:
     mean_x, mean_y = wide_x.mean(axis=1), wide_y.mean(axis=1)
     from_mean_x, from_mean_y = wide_x - mean_x[:, None], wide_y - mean_y[:, None]
     return {
+        "weight": np.full(GROUPS, x.shape[1]),
         "mean_x": mean_x,
         "mean_y": mean_y,
         "gram": np.einsum("gnf,gnh->gfh", from_mean_x, from_mean_x),
@@ -288,7 +289,7 @@ def test_windows_that_do_not_fit_leave_a_pair_as_it_was() -> None:
 def test_a_pair_checkpoint_must_fit_its_own_facts(tmp_path: Path, fault: dict[str, str]) -> None:
     path = tmp_path / "pair"
     PairMoments(GEOMETRY, "per_head").save(path)
-    tensors, facts = read_checkpoint(path, "kvt-moments-1")
+    tensors, facts = read_checkpoint(path, "kvt-moments-2")
     write_checkpoint(path, tensors, {**facts, **fault})
     with pytest.raises(ArtifactError, match="geometry"):
         PairMoments.load(path)

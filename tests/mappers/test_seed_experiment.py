@@ -16,14 +16,14 @@ from torch import Tensor
 from mappers.cache import KVCache
 from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
-from mappers.mapper import LayerMap, Mapper
+from mappers.mapper import LayerMap, Mapper, Reads
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES
 from mappers.rope import RotaryTable
 from mappers.selection import select
 from mappers.translate import Translator
-from tests.mappers.pairs import identity, linear_target, random_cache, rotate
+from tests.mappers.pairs import identity, linear_target, random_cache, reads_of_layers, rotate
 
 READ = (1, 3, 4)
 NOISE = 0.01
@@ -97,9 +97,9 @@ def test_stripped_and_selected_the_target_is_recovered_on_unseen_text(
     for seen in fitted_windows:
         moments.add_window(stripped(seen.source, SOURCE), stripped(seen.target, TARGET))
     chosen = select(moments, k=3, ridge=1e-4)
-    assert chosen.sources == (READ,) * 6
+    assert chosen.reads == (reads(recipe, READ),) * 6
 
-    translator = Translator(fit_mapper(recipe, moments, chosen.sources))
+    translator = Translator(fit_mapper(recipe, moments, chosen.reads))
     answers = [translator.translate(unseen.source, dtype=torch.float32) for unseen in held_out]
     keys = r2_by_layer((a.keys for a in answers), (unseen.target.keys for unseen in held_out))
     values = r2_by_layer((a.values for a in answers), (unseen.target.values for unseen in held_out))
@@ -112,7 +112,7 @@ def test_cached_keys_of_the_layer_at_the_same_depth_predict_next_to_nothing(
     recipe: str, fitted_windows: list[Window], held_out: list[Window]
 ) -> None:
     """Even in the three target layers whose depth happens to be one of those that they read."""
-    same_depth = tuple((layer,) for layer in range(6))
+    same_depth = tuple(reads(recipe, (layer,)) for layer in range(6))
     assert held_out_r2(recipe, same_depth, fitted_windows, held_out).max() < 0.1
 
 
@@ -125,12 +125,16 @@ def test_the_two_ideas_alone_make_that_difference(
         [Window(stripped(w.source, SOURCE), stripped(w.target, TARGET)) for w in windows]
         for windows in (fitted_windows, held_out)
     )
-    assert held_out_r2(recipe, (READ,) * 6, fitted, unseen).min() >= 0.999
+    assert held_out_r2(recipe, (reads(recipe, READ),) * 6, fitted, unseen).min() >= 0.999
+
+
+def reads(recipe: str, sources: tuple[int, ...]) -> Reads:
+    return reads_of_layers(RECIPES[recipe].structure, GEOMETRY, sources)
 
 
 def held_out_r2(
     recipe: str,
-    sources: tuple[tuple[int, ...], ...],
+    sources: tuple[Reads, ...],
     fitted_windows: list[Window],
     held_out: list[Window],
 ) -> Tensor:
@@ -143,7 +147,7 @@ def held_out_r2(
     return r2_by_layer(iter(answers), (unseen.target.keys for unseen in held_out))
 
 
-def fit_mapper(recipe: str, moments: PairMoments, sources: tuple[tuple[int, ...], ...]) -> Mapper:
+def fit_mapper(recipe: str, moments: PairMoments, sources: tuple[Reads, ...]) -> Mapper:
     layers: tuple[LayerMap, ...] = tuple(
         RECIPES[recipe].fit(moments, layer, read, ridge=1e-4) for layer, read in enumerate(sources)
     )
@@ -155,9 +159,12 @@ def map_keys(mapper: Mapper, source: KVCache) -> list[Tensor]:
     outputs = []
     for layer in mapper.layers:
         prepared = recipe.prepare(
-            layer.keys, GEOMETRY, device=torch.device("cpu"), dtype=torch.float32
+            layer.keys, layer.sources, GEOMETRY, device=torch.device("cpu"), dtype=torch.float32
         )
         out = torch.empty(source.tokens, 2, 16)
-        recipe.apply(prepared, [source.keys[j] for j in layer.sources], out)
+        contents = [source.keys[j] for j in layer.sources]
+        if recipe.structure == "joint":
+            contents += [source.values[j] for j in layer.sources]
+        recipe.apply(prepared, contents, out)
         outputs.append(out)
     return outputs

@@ -57,7 +57,7 @@ def test_r2_and_choice_equal_those_of_the_rows(structure: Structure) -> None:
             values = r2_from_rows(source.values[j], target.values[layer], structure)
             assert float(chosen.r2_keys[j, layer]) == pytest.approx(keys, abs=1e-9)
             assert float(chosen.r2_values[j, layer]) == pytest.approx(values, abs=1e-9)
-    assert chosen.sources == ((1, 2),) * 3
+    assert chosen.reads == ((1, 2),) * 3
 
 
 def test_the_mean_of_keys_and_values_decides() -> None:
@@ -66,15 +66,15 @@ def test_the_mean_of_keys_and_values_decides() -> None:
     keys, values = (linear_target(source, GEOMETRY, j, seed=5) for j in ((0,), (0, 3)))
     target = KVCache(keys.keys, values.values, source.positions)
     moments = moments_of(source, target, "per_head")
-    assert select(moments, 1, 0.0).sources == ((0,),) * 3
-    assert select(moments, 2, 0.0).sources == ((0, 3),) * 3
+    assert select(moments, 1, 0.0).reads == ((0,),) * 3
+    assert select(moments, 2, 0.0).reads == ((0, 3),) * 3
 
 
 def test_sources_are_ascending_and_all_of_them_for_the_largest_k() -> None:
     moments = moments_of(*noisy_pair(), "all_heads")
-    assert select(moments, 4, 0.01).sources == ((0, 1, 2, 3),) * 3
+    assert select(moments, 4, 0.01).reads == ((0, 1, 2, 3),) * 3
     for k in (1, 2, 3):
-        assert all(list(s) == sorted(set(s)) for s in select(moments, k, 0.01).sources)
+        assert all(list(s) == sorted(set(s)) for s in select(moments, k, 0.01).reads)
 
 
 def test_ties_are_taken_from_the_lowest_layer_up() -> None:
@@ -84,7 +84,7 @@ def test_ties_are_taken_from_the_lowest_layer_up() -> None:
     moments = moments_of(same, target, "all_heads")
     chosen = select(moments, 2, 0.01)
     assert bool((chosen.r2_keys == chosen.r2_keys[0]).all())
-    assert chosen.sources == ((0, 1),) * 3
+    assert chosen.reads == ((0, 1),) * 3
 
 
 def test_a_head_that_never_changes_counts_as_predicted() -> None:

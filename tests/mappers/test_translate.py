@@ -14,12 +14,19 @@ from mappers.cache import KVCache, consecutive
 from mappers.content import Layer, SourceContent
 from mappers.errors import LayoutError, NonFinite
 from mappers.geometry import Geometry
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.mapper import AffineMap, HeadReads, Heads, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES
 from mappers.rope import Rope, RotaryTable
 from mappers.translate import Translator
-from tests.mappers.pairs import identity, matched_heads, random_cache, rotate, stacked
+from tests.mappers.pairs import (
+    identity,
+    matched_heads,
+    random_cache,
+    reads_of_layers,
+    rotate,
+    stacked,
+)
 
 SOURCE_THETA, TARGET_THETA = 10_000.0, 500_000.0
 TOKENS = 23
@@ -40,17 +47,23 @@ def build_mapper(
     """Random maps, scaled so that outputs are about 1, with biases that cannot be missed."""
     generator = torch.Generator().manual_seed(3)
 
-    def affine(k: int) -> AffineMap:
+    def affine(k: int, heads: Heads | None) -> AffineMap:
         inputs, outputs = RECIPES[recipe].weight_shape(geometry, k)
         weight = torch.randn(inputs, outputs, generator=generator) / inputs**0.5
-        return AffineMap(weight, 2 * torch.randn(outputs, generator=generator))
+        return AffineMap(weight, 2 * torch.randn(outputs, generator=generator), heads)
+
+    def layer(sources: tuple[int, ...]) -> LayerMap:
+        reads = reads_of_layers(RECIPES[recipe].structure, geometry, sources)
+        if not isinstance(reads, HeadReads):
+            return LayerMap(sources, affine(len(sources), None), affine(len(sources), None))
+        return LayerMap(sources, *(affine(len(heads[0]), heads) for heads in reads))
 
     g = geometry
     return Mapper(
         source=identity(g.source_layers, g.source_heads, g.source_dim, theta=SOURCE_THETA),
         target=identity(len(sources), g.target_heads, g.target_dim, theta=TARGET_THETA),
         recipe=recipe,
-        layers=tuple(LayerMap(read, affine(len(read)), affine(len(read))) for read in sources),
+        layers=tuple(layer(read) for read in sources),
         prefixes=ExactPrefixes(),
         skipped_positions=0,
     )

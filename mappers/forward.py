@@ -1,0 +1,110 @@
+"""Greedy forward selection of blocks of inputs for ridge regressions, from second moments alone.
+
+The first block is the one that alone leaves the smallest error, each next the one that leaves the
+smallest error beside those before it. After each choice the other blocks and the outputs are
+projected off it (block Gram-Schmidt on the moments), so that a step costs one small factorisation a
+candidate and nothing is solved twice. The error is that of the ridge regression itself: what counts
+is how far its minimum, penalty included, goes down.
+
+Legend: N candidate blocks, D inputs in a block, O outputs.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mappers.errors import SingularSystem
+
+
+class Path(NamedTuple):
+    """The chosen blocks in the order of their choice, and what each explained, float64 ``[M]``."""
+
+    blocks: tuple[int, ...]
+    gains: Tensor
+
+
+class System:
+    """One regression during a selection; several that share their choice are chosen for together.
+
+    gram: ``penalised``, ``[N, D, N, D]``. cross: ``[N * D, O]``, with outputs in a unit in which
+    their errors can be added up.
+    """
+
+    def __init__(self, gram: Tensor, cross: Tensor) -> None:
+        self.gram, every = gram, torch.arange(gram.shape[0])
+        self.left = gram[every, :, every].clone()
+        self.wanted = cross.reshape(*gram.shape[:2], -1).clone()
+        self.basis = cross.new_empty(0, *gram.shape[:2])
+        self.factor, self.white = self.left, self.wanted
+
+    def gains(self) -> Tensor:
+        """By how much each block would reduce the sum of squares, ``[N]``."""
+        self.factor, failed = torch.linalg.cholesky_ex(self.left)
+        if bool(failed.any()):
+            raise SingularSystem("some inputs are constant or depend linearly on others")
+        self.white = torch.linalg.solve_triangular(self.factor, self.wanted, upper=False)
+        return self.white.square().sum((1, 2))
+
+    def take(self, block: int) -> None:
+        """Project the other blocks and the outputs off a block; after ``gains``."""
+        size = self.gram.shape[1]
+        rows = self.gram[block].flatten(1) - self.basis[:, block].T @ self.basis.flatten(1)
+        rows = torch.linalg.solve_triangular(self.factor[block], rows, upper=False)
+        new = rows.view(size, -1, size)
+        self.basis = torch.cat([self.basis, new])
+        columns = new.transpose(0, 1)
+        self.left -= columns.mT @ columns
+        self.wanted -= columns.mT @ self.white[block]
+        # What is left of a block that was taken is its penalty's; it is out of the running.
+        self.left[block] = torch.eye(size, dtype=rows.dtype)
+        self.wanted[block] = 0.0
+
+
+def forward(systems: Sequence[System], m: int) -> Path:
+    """Choose ``m`` blocks; of those that are equally good the first. Uses the systems up.
+
+    Raises SingularSystem where blocks depend linearly on others and there is no ridge.
+    """
+    chosen: list[int] = []
+    gains = []
+    for _ in range(m):
+        explained = torch.stack([system.gains() for system in systems]).sum(0)
+        explained[chosen] = -1.0
+        best = int(explained.argmax())
+        gains.append(explained[best])
+        chosen.append(best)
+        for system in systems:
+            system.take(best)
+    return Path(tuple(chosen), torch.stack(gains))
+
+
+def spread(gains: Sequence[Tensor], steps: int) -> list[int]:
+    """How many steps of each path to go, ``steps`` in all and at least one of each.
+
+    The steps go, one at a time, where the next one gains the most.
+    """
+    counts = [1] * len(gains)
+    ahead = [(-float(path[1]), index) for index, path in enumerate(gains) if len(path) > 1]
+    heapq.heapify(ahead)
+    for _ in range(steps - len(counts)):
+        if not ahead:
+            break
+        _, index = heapq.heappop(ahead)
+        counts[index] += 1
+        if counts[index] < len(gains[index]):
+            heapq.heappush(ahead, (-float(gains[index][counts[index]]), index))
+    return counts
+
+
+def penalised(gram: Tensor, block: int, ridge: float) -> Tensor:
+    """``gram`` with each block's penalty on its diagonal, ``[N, D, N, D]``.
+
+    The penalty is ``ridge`` times the mean of the block's own diagonal.
+    """
+    added = gram.clone()
+    means = gram.diagonal().view(-1, block).mean(1)
+    added.diagonal().add_((ridge * means).repeat_interleave(block))
+    return added.view(-1, block, gram.shape[0] // block, block)

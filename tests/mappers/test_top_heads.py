@@ -1,0 +1,131 @@
+"""Heads are chosen where the data say so: targets that read exactly two known source heads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mappers.cache import KVCache
+from mappers.errors import LayoutError
+from mappers.geometry import Geometry
+from mappers.mapper import HeadReads, Mapper, layers_of
+from mappers.moments import PairMoments
+from mappers.prefixes import ExactPrefixes
+from mappers.recipes import RECIPES, check_shapes, flops_per_token
+from mappers.selection import select
+from mappers.translate import Translator
+from tests.mappers.pairs import identity, random_cache, rotate
+
+GEOMETRY = Geometry(3, 2, 4, 2, 2, 6)
+TOKENS = 300
+# Numbers below 6 are keys, the others values: of source layer 0 head 0, layer 0 head 1, ...
+READS = (
+    HeadReads(keys=((1, 4), (3, 9)), values=((0, 11), (7, 8))),
+    HeadReads(keys=((2, 6), (0, 5)), values=((1, 2), (10, 11))),
+)
+
+
+def heads_of(source: KVCache) -> Tensor:
+    """All source heads by number, ``[12, T, D]``."""
+    sides = torch.stack([torch.stack(side) for side in (source.keys, source.values)])
+    return sides.transpose(2, 3).flatten(0, 2)
+
+
+def target_of(source: KVCache, *, noise: float = 0.0) -> KVCache:
+    generator = torch.Generator().manual_seed(5)
+    heads, kinds = heads_of(source), []
+    for kind in ("keys", "values"):
+        layers = []
+        for reads in READS:
+            outputs = []
+            for a, b in getattr(reads, kind):
+                weights = torch.randn(2, 4, 6, generator=generator)
+                outputs.append(heads[a] @ weights[0] + heads[b] @ weights[1] + 1.5)
+            layer = torch.stack(outputs, 1)
+            layers.append(layer + noise * torch.randn(layer.shape, generator=generator))
+        kinds.append(tuple(layers))
+    return KVCache(kinds[0], kinds[1], source.positions)
+
+
+def test_each_target_head_finds_the_two_heads_that_it_is_made_of() -> None:
+    moments = PairMoments(GEOMETRY, "joint")
+    source = random_cache(3, TOKENS, 2, 4, seed=1)
+    moments.add_window(source, target_of(source, noise=0.5))
+    assert select(moments, 2, 1e-4).reads == READS
+    (three, *_) = select(moments, 3, 1e-4).reads
+    assert isinstance(three, HeadReads)
+    assert set(READS[0].keys[0]) < set(three.keys[0])
+
+
+def test_what_was_found_translates_unseen_text_exactly_and_costs_two_heads() -> None:
+    moments = PairMoments(GEOMETRY, "joint")
+    seen, unseen = (random_cache(3, TOKENS, 2, 4, seed=seed) for seed in (1, 2))
+    moments.add_window(seen, target_of(seen))
+    recipe = RECIPES["top_heads"]
+    layers = tuple(recipe.fit(moments, layer, reads, 0.0) for layer, reads in enumerate(READS))
+    mapper = Mapper(
+        identity(3, 2, 4),
+        identity(2, 2, 6),
+        "top_heads",
+        layers,
+        ExactPrefixes(),
+        skipped_positions=0,
+    )
+    check_shapes(mapper)
+    assert flops_per_token(mapper) == 2 * 2 * 2 * (2 * 2 * 4 * 6)
+    given = Translator(mapper, chunk_tokens=64).translate(
+        KVCache(
+            tuple(rotate(keys, unseen.positions, 10_000.0).float() for keys in unseen.keys),
+            unseen.values,
+            unseen.positions,
+        ),
+        dtype=torch.float32,
+    )
+    truth = target_of(unseen)
+    for layer in range(2):
+        expected = rotate(truth.keys[layer], unseen.positions, 10_000.0).float()
+        torch.testing.assert_close(given.keys[layer], expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(given.values[layer], truth.values[layer], rtol=1e-3, atol=1e-3)
+
+
+def test_where_one_more_head_explains_more_a_layer_gets_it_from_another() -> None:
+    """Of the first layer each head reads two others, of the second only one."""
+    moments = PairMoments(GEOMETRY, "joint")
+    source = random_cache(3, TOKENS, 2, 4, seed=1)
+    made, heads = target_of(source, noise=0.1), heads_of(source)
+    single = torch.stack([heads[n][:, :1] @ torch.ones(1, 6) for n in (3, 8)], 1)
+    noisy = [single + 0.1 * torch.randn(single.shape) for _ in range(2)]
+    target = KVCache((made.keys[0], noisy[0]), (made.values[0], noisy[1]), source.positions)
+    moments.add_window(source, target)
+    first, second = select(moments, 2, 1e-4, uneven=True).reads
+    assert isinstance(first, HeadReads)
+    assert isinstance(second, HeadReads)
+    counts = [len(kind[0]) for reads in (first, second) for kind in reads]
+    assert sum(counts) == 8
+    assert min(counts[:2]) >= 2
+    assert 3 in second.keys[0]
+
+
+def reads(keys: tuple[tuple[int, ...], ...]) -> HeadReads:
+    return HeadReads(keys, ((0,), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (reads(((0,),)), "as many source heads"),
+        (reads(((0,), (0, 1))), "as many source heads"),
+        (reads(((0,), (12,))), "0..11"),
+        (reads(((-1,), (0,))), "0..11"),
+        (reads(((1, 1), (0, 1))), "each once"),
+        (reads(((1, 0), (0, 1))), "ascending"),
+        (reads(((), ())), "0..11"),
+    ],
+)
+def test_heads_that_are_not_there_are_refused(wrong: HeadReads, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        RECIPES["top_heads"].columns(wrong, GEOMETRY)
+
+
+def test_sources_are_the_layers_of_the_heads() -> None:
+    assert layers_of(READS[0], GEOMETRY) == (0, 1, 2)
+    assert layers_of(HeadReads(((0,), (7,)), ((1,), (6,))), GEOMETRY) == (0,)
