@@ -15,6 +15,7 @@ from mappers import artifact
 from mappers.cache import DTYPES
 from mappers.collect import PROFILE_SCHEMA, Checkpoints, collect, sampled_rows
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
+from mappers.distill import Schedule, distill
 from mappers.errors import TooFewData
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
@@ -105,7 +106,7 @@ def make_mapper(
         for layer in steps(range(target.identity.num_layers), "solving", show=progress)
     )
     known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
-    return Mapper(
+    mapper = Mapper(
         source=source.identity,
         target=target.identity,
         recipe=plan.recipe,
@@ -113,6 +114,11 @@ def make_mapper(
         prefixes=exact_prefixes(target, known),
         skipped_positions=plan.skip_positions,
     )
+    if not plan.distill_steps:
+        return mapper
+    schedule = Schedule(steps=plan.distill_steps)
+    state = _distill_state(plan, source, target)
+    return distill(mapper, source, target, corpus, schedule, checkpoint=state, progress=progress)
 
 
 def _solve(
@@ -196,6 +202,13 @@ def _checkpoints(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Che
     return Checkpoints(plan.work / structure if plan.work else own, digest)
 
 
+def _distill_state(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Path:
+    """Where the training of just this plan goes on."""
+    digest = hashlib.sha256(plan.model_dump_json(exclude={"evaluation", "root"}).encode())
+    folder = _checkpoints(plan, source, target).folder
+    return folder / f"distill-{digest.hexdigest()[:12]}.safetensors"
+
+
 def manifest_facts(
     plan: FitPlan, corpus: Corpus, moments: PairMoments, selection: Selection
 ) -> ManifestFacts:
@@ -210,6 +223,8 @@ def manifest_facts(
             tokens=corpus.tokens,
             rows=moments.count,
         ),
+        row_weights=plan.row_weights,
+        distill_steps=plan.distill_steps,
     )
 
 

@@ -40,13 +40,15 @@ class ManifestFacts(_Frozen):
     ``ridge`` is lambda relative to the mean diagonal of the inputs' Gram matrix (of an imported
     mapper: whatever number its format stated). ``r2_keys`` and
     ``r2_values`` are ``[L_s][L_t]``: how well each source layer alone predicts each target layer.
-    None where a mapper was not fitted here.
+    None where a mapper was not fitted here. ``row_weights``, ``distill_steps``: as in ``FitPlan``.
     """
 
     ridge: Annotated[float, Field(ge=0)]
     r2_keys: Matrix | None = None
     r2_values: Matrix | None = None
     calibration: Calibration | None = None
+    row_weights: Literal["none", "attention"] = "none"
+    distill_steps: Size = 0
     bundle_version: Annotated[int, Field(ge=1)] = 1
 
 

@@ -19,7 +19,8 @@ class FitPlan(BaseModel):
     ``k`` source layers a target layer, or source heads a target head where the recipe chooses
     heads, found by ``selection`` (``mappers.selection``); ``uneven``: k on average, more where more
     explains more. ``row_weights`` by the target's attention (``mappers.row_weights``) take a second
-    pass over the text. ``ridge`` relative to the mean diagonal of the inputs' Gram matrix.
+    pass over the text. ``distill_steps`` of training follow the fit (``mappers.distill``), on the
+    same windows. ``ridge`` relative to the mean diagonal of the inputs' Gram matrix.
     ``windows`` calibration windows of ``window_tokens`` tokens, of which every ``stride``-th row is
     taken and none of the first ``skip_positions``. ``evaluation`` names the texts of each domain;
     ``documents`` of each are measured at prompts of ``lengths`` tokens (those that both models and
@@ -45,6 +46,7 @@ class FitPlan(BaseModel):
     selection: Method = "top"
     uneven: bool = False
     row_weights: Literal["none", "attention"] = "none"
+    distill_steps: Annotated[int, Field(ge=0)] = 0
     ridge: Annotated[float, Field(gt=0)] = 1e-4
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     windows: Count = 200

@@ -56,6 +56,9 @@ def fit(
         RowWeights,
         typer.Option(help="Tokens weighted by the target's attention.", rich_help_panel=_FIT),
     ] = "none",
+    distill_steps: Annotated[
+        int, typer.Option(min=0, help="Training after the fit.", rich_help_panel=_FIT)
+    ] = 0,
     ridge: Annotated[
         float, typer.Option(help="Relative to the mean diagonal.", rich_help_panel=_FIT)
     ] = 1e-4,
@@ -143,6 +146,7 @@ def fit(
             selection=selection,
             uneven=uneven,
             row_weights=row_weights,
+            distill_steps=distill_steps,
             ridge=ridge,
             windows=windows,
             window_tokens=window_tokens,
