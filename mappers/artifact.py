@@ -2,7 +2,8 @@
 
 ==================== ==============================================================================
 manifest.json        ``Manifest``: the pair, the recipe, where the mapper comes from
-weights.safetensors  ``target.{layer}.{k|v}.{W|b}``: W ``[inputs, H_t * D_t]``, b ``[H_t * D_t]``
+weights.safetensors  ``target.{layer}.{k|v}.{W|b}``: W ``[inputs, H_t * D_t]``, b ``[H_t * D_t]``;
+                     ``target.{layer}.k.norm`` ``[D_t]`` where keys are put back on their norm
 prefixes.safetensors ``ExactPrefixes``: the target's KV of known first tokens
 profile.safetensors  ``CalibrationProfile``: what the source's caches look like; may be missing
 evidence.json        ``Evidence``: how good the translations are; may be missing, or added later
@@ -43,6 +44,7 @@ __all__ = ["Artifact", "add_evidence", "find", "load", "load_manifest", "publish
 MANIFEST, WEIGHTS, PREFIXES = "manifest.json", "weights.safetensors", "prefixes.safetensors"
 PROFILE, EVIDENCE, REPORT = "profile.safetensors", "evidence.json", "report.html"
 
+_NORM = "target.{}.k.norm"
 _NEEDED = {MANIFEST, WEIGHTS, PREFIXES}
 _ALLOWED = _NEEDED | {PROFILE, EVIDENCE, REPORT}
 _MANIFEST_BYTES_AT_MOST = 16 << 20
@@ -154,6 +156,7 @@ def _manifest(
         recipe=mapper.recipe,
         sources=tuple(layer.sources for layer in mapper.layers),
         heads=_heads(mapper),
+        key_norm=mapper.layers[0].key_norm is not None,
         skipped_positions=mapper.skipped_positions,
         weights_dtype=_WEIGHTS_DTYPES[mapper.layers[0].keys.weight.dtype],
         weight_bytes=_bytes(weights),
@@ -173,6 +176,12 @@ def _weights(mapper: Mapper) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, affine in mapper.affine_maps():
         tensors[f"{name}.W"], tensors[f"{name}.b"] = affine.weight, affine.bias
+    norms = [layer.key_norm for layer in mapper.layers]
+    if any((norm is None) != (norms[0] is None) for norm in norms):
+        raise ArtifactError("all layers must have a key norm, or none")
+    for index, norm in enumerate(norms):
+        if norm is not None:
+            tensors[_NORM.format(index)] = norm
     _check_values(tensors, mapper.layers[0].keys.weight.dtype)
     return tensors
 
@@ -238,6 +247,8 @@ def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
             weight = recipe.weight_shape(geometry, reads_of(sources, heads))
             shapes[f"target.{index}.{kind}.W"] = weight
             shapes[f"target.{index}.{kind}.b"] = weight[1:]
+        if manifest.key_norm:
+            shapes[_NORM.format(index)] = (geometry.target_dim,)
     return shapes
 
 
@@ -290,23 +301,19 @@ def _mapper(
         source=manifest.source,
         target=manifest.target,
         recipe=manifest.recipe,
-        layers=tuple(
-            LayerMap(
-                sources,
-                *(
-                    AffineMap(
-                        weights[f"target.{index}.{kind}.W"],
-                        weights[f"target.{index}.{kind}.b"],
-                        heads,
-                    )
-                    for kind, heads in zip("kv", _heads_of(manifest, index), strict=True)
-                ),
-            )
-            for index, sources in enumerate(manifest.sources)
-        ),
+        layers=tuple(_layer(manifest, weights, n) for n in range(len(manifest.sources))),
         prefixes=table,
         skipped_positions=manifest.skipped_positions,
     )
+
+
+def _layer(manifest: Manifest, weights: Mapping[str, Tensor], index: int) -> LayerMap:
+    keys, values = (
+        AffineMap(weights[f"target.{index}.{kind}.W"], weights[f"target.{index}.{kind}.b"], heads)
+        for kind, heads in zip("kv", _heads_of(manifest, index), strict=True)
+    )
+    norm = weights.get(_NORM.format(index))
+    return LayerMap(manifest.sources[index], keys, values, norm)
 
 
 def _evidence(raw: bytearray | None) -> Evidence | None:

@@ -30,7 +30,7 @@ from mappers.checkpoint import read_checkpoint, write_checkpoint
 from mappers.collect import aligned, content
 from mappers.corpus import Corpus
 from mappers.errors import TooFewData
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.mapper import AffineMap, Mapper
 from mappers.models import LoadedModel
 from mappers.progress import steps as shown
 from mappers.recipes import recipe_of
@@ -124,6 +124,10 @@ class Student:
             for kind, x in enumerate(inputs):
                 out = _mapped(self._maps(layer)[kind], x) + self.corrections[2 * layer + kind](x)
                 sides.append(out.transpose(0, 1).reshape(shape))
+            norm = self.mapper.layers[layer].key_norm
+            if norm is not None:
+                means = (sides[0] / norm).square().mean(-1, keepdim=True)
+                sides[0] = sides[0] * means.clamp_min(1e-12).rsqrt()
             sides[0] = _Rotated.apply(sides[0], table)  # type: ignore[no-untyped-call]
             own = (native.keys[layer][:exact], native.values[layer][:exact])
             keys, values = (
@@ -150,9 +154,8 @@ class Student:
         corrections: Any = iter(self.corrections)
         for layer in self.mapper.layers:
             keys, values = next(corrections), next(corrections)
-            layers.append(
-                LayerMap(layer.sources, keys.added_to(layer.keys), values.added_to(layer.values))
-            )
+            maps = {"keys": keys.added_to(layer.keys), "values": values.added_to(layer.values)}
+            layers.append(replace(layer, **maps))
         return replace(self.mapper, layers=tuple(layers))
 
     def _maps(self, layer: int) -> tuple[AffineMap, AffineMap]:

@@ -7,13 +7,21 @@ texts -> windows -> both models -> sums -> source layers -> maps -> exact prefix
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from mappers import artifact
 from mappers.cache import DTYPES
-from mappers.collect import PROFILE_SCHEMA, Checkpoints, collect, sampled_rows
+from mappers.collect import (
+    PROFILE_SCHEMA,
+    Checkpoints,
+    cache_of_text,
+    collect,
+    content,
+    sampled_rows,
+)
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
 from mappers.distill import Schedule, distill
 from mappers.errors import TooFewData
@@ -21,6 +29,7 @@ from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
 from mappers.geometry import Geometry
 from mappers.identity import check_pair
+from mappers.key_norm import norm_weights
 from mappers.manifest import Calibration, ManifestFacts
 from mappers.mapper import LayerMap, Mapper
 from mappers.models import LoadedModel, load_model
@@ -106,6 +115,8 @@ def make_mapper(
         for layer in steps(range(target.identity.num_layers), "solving", show=progress)
     )
     known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
+    if plan.key_norm and target.identity.k_norm:
+        layers = with_key_norms(layers, target, corpus)
     mapper = Mapper(
         source=source.identity,
         target=target.identity,
@@ -119,6 +130,18 @@ def make_mapper(
     schedule = Schedule(steps=plan.distill_steps)
     state = _distill_state(plan, source, target)
     return distill(mapper, source, target, corpus, schedule, checkpoint=state, progress=progress)
+
+
+def with_key_norms(
+    layers: tuple[LayerMap, ...], target: LoadedModel, corpus: Corpus
+) -> tuple[LayerMap, ...]:
+    """The same layers with the norms that the target's keys are found to pass, if all do."""
+    longest = max(corpus.windows, key=len)
+    keys = content(cache_of_text(target, longest), target.identity.rope, length=len(longest)).keys
+    norms = [norm_weights(layer) for layer in keys]
+    if any(norm is None for norm in norms):
+        return layers
+    return tuple(replace(layer, key_norm=norm) for layer, norm in zip(layers, norms, strict=True))
 
 
 def _solve(

@@ -61,7 +61,8 @@ class Manifest(ManifestFacts):
     """The whole of ``manifest.json``.
 
     ``sources`` are, per target layer, the source layers that it reads, ascending; ``heads`` the
-    single heads, in recipes that choose them (``mappers.mapper.Heads``). ``weight_bytes``
+    single heads, in recipes that choose them (``mappers.mapper.Heads``). ``key_norm``: mapped keys
+    are put back on the target's norm, whose weights are there. ``weight_bytes``
     and ``prefix_bytes`` are the tensors' bytes in the two tensor files, headers not counted;
     ``flops_per_token`` counts a multiply-add as two. Raises ``ValidationError`` when the parts do
     not fit together.
@@ -74,6 +75,7 @@ class Manifest(ManifestFacts):
     recipe: str
     sources: tuple[tuple[Size, ...], ...]
     heads: tuple[_HeadReads, ...] | None = None
+    key_norm: bool = False
     skipped_positions: Size
     weights_dtype: WeightsDtype
     weight_bytes: Size

@@ -51,15 +51,20 @@ class AffineMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMap:
-    """One target layer: the source layers that it reads (ascending) and its two maps."""
+    """One target layer: the source layers that it reads (ascending) and its two maps.
+
+    key_norm: weights ``[D_t]``, float32, of the norm that mapped keys are put back on, if any.
+    """
 
     sources: tuple[int, ...]
     keys: AffineMap
     values: AffineMap
+    key_norm: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        norm = 0 if self.key_norm is None else self.key_norm.nbytes
+        return self.keys.nbytes + self.values.nbytes + norm
 
     @property
     def heads(self) -> HeadReads | None:

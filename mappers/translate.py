@@ -14,6 +14,7 @@ Legend: T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mappers.cache import KVCache
 from mappers.content import Layer, SourceContent, empty
 from mappers.errors import LayoutError, NonFinite
 from mappers.geometry import Geometry, head_groups
+from mappers.key_norm import restore
 from mappers.mapper import LayerMap, Mapper
 from mappers.recipes import check_shapes, recipe_of
 from mappers.recipes.contract import PreparedMap
@@ -37,7 +39,15 @@ class _PreparedLayer:
     sources: tuple[int, ...]
     keys: PreparedMap
     values: PreparedMap
+    key_norm: Tensor | None
     expiring: tuple[int, ...]
+
+
+class _KeyFinish(NamedTuple):
+    """What is done to mapped keys: back onto their norm, if they have one, and rotated."""
+
+    table: RotaryTable
+    norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +182,8 @@ class Translator:
                 for affine in (layer.keys, layer.values)
             )
             expiring = tuple(j for j in layer.sources if last_reader[j] == index)
-            yield _PreparedLayer(layer.sources, keys, values, expiring)
+            norm = None if layer.key_norm is None else layer.key_norm.to(self.device)
+            yield _PreparedLayer(layer.sources, keys, values, norm, expiring)
 
     def _plan(
         self, positions: Tensor, dtype: torch.dtype, prefix: KVCache | None, tokens: int | None
@@ -211,7 +222,8 @@ class Translator:
                 if self._joint:
                     source_keys = source_values = (*source_keys, *source_values)
                 table, rows = request.target_table, request.mapped
-                checksum += self._map(layer.keys, source_keys, keys[rows], workspace, table)
+                finish = _KeyFinish(table, layer.key_norm)
+                checksum += self._map(layer.keys, source_keys, keys[rows], workspace, finish)
                 checksum += self._map(layer.values, source_values, values[rows], workspace, None)
                 del sources, source_keys, source_values
                 for source in layer.expiring:
@@ -226,9 +238,9 @@ class Translator:
         contents: Sequence[Tensor],
         out: Tensor,
         workspace: Tensor,
-        table: RotaryTable | None,
+        finish: _KeyFinish | None,
     ) -> Tensor:
-        """Fill ``out [T, H_t, D_t]``, keys with ``table``; return the sum of what was written."""
+        """Fill ``out [T, H_t, D_t]``, keys with ``finish``; return the sum of what was written."""
         checksum = torch.zeros((), device=self.device)
         for start in range(0, out.shape[0], self.chunk_tokens):
             chunk = slice(start, min(start + self.chunk_tokens, out.shape[0]))
@@ -237,8 +249,10 @@ class Translator:
             direct = out.dtype == torch.float32 and not self._target_apart
             mapped = written if direct else workspace[: written.shape[0]]
             self._recipe.apply(prepared, [content[chunk] for content in contents], mapped)
-            if table is not None:
-                table.slice(chunk.start, chunk.stop).apply(mapped, out=written)
+            if finish is not None:
+                if finish.norm is not None:
+                    restore(mapped, finish.norm)
+                finish.table.slice(chunk.start, chunk.stop).apply(mapped, out=written)
             elif mapped is not written:
                 written.copy_(mapped)
             checksum += written.sum(dtype=torch.float32)

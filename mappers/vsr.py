@@ -144,6 +144,8 @@ def _check_exportable(manifest: Manifest) -> None:
     source, target = manifest.source, manifest.target
     if manifest.recipe != "full_head":
         raise _cannot_hold(f"recipe {manifest.recipe}, only full_head")
+    if manifest.key_norm:
+        raise _cannot_hold("keys that are put back on their norm after mapping")
     if (source.num_kv_heads, source.head_dim) != (target.num_kv_heads, target.head_dim):
         raise _cannot_hold("kv heads or head dims that differ between source and target")
     if source.dtype != target.dtype:

@@ -24,6 +24,9 @@ def check_shapes(mapper: Mapper) -> None:
     for index, layer in enumerate(mapper.layers):
         if (layer.heads is None) != (recipe.structure != "joint"):
             raise LayoutError(f"target layer {index}: {mapper.recipe} and a choice of heads")
+        norm = layer.key_norm
+        if norm is not None and tuple(norm.shape) != (mapper.geometry.target_dim,):
+            raise LayoutError(f"target layer {index}: a key norm of shape {tuple(norm.shape)}")
         for affine in (layer.keys, layer.values):
             expected = recipe.weight_shape(mapper.geometry, reads_of(layer.sources, affine.heads))
             weight, bias = tuple(affine.weight.shape), tuple(affine.bias.shape)

@@ -63,8 +63,8 @@ class RidgeRecipe:
         if isinstance(reads, HeadReads):
             raise LayoutError(f"{self.name} reads whole layers, not heads")
         block = self.weight_shape(geometry, 1)[0]
-        maps = (solved(part, ridge, block=block, dtype=dtype) for part in sums)
-        return LayerMap(tuple(reads), *maps)
+        keys, values = (solved(part, ridge, block=block, dtype=dtype) for part in sums)
+        return LayerMap(tuple(reads), keys, values)
 
     def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
         groups = head_groups(geometry, self.structure)

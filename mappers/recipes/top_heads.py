@@ -67,11 +67,11 @@ class TopHeads:
     ) -> LayerMap:
         if not isinstance(reads, HeadReads):
             raise LayoutError(f"{self.name} reads heads, not whole layers")
-        maps = (
+        keys, values = (
             solved(part, ridge, block=geometry.source_dim, dtype=dtype, heads=heads)
             for part, heads in zip(sums, reads, strict=True)
         )
-        return LayerMap(layers_of(reads, geometry), *maps)
+        return LayerMap(layers_of(reads, geometry), keys, values)
 
     def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
         return k * geometry.source_dim, geometry.target_width

@@ -56,6 +56,9 @@ def fit(
         RowWeights,
         typer.Option(help="Tokens weighted by the target's attention.", rich_help_panel=_FIT),
     ] = "none",
+    key_norm: Annotated[
+        bool, typer.Option(help="Keys back on the target's norm.", rich_help_panel=_FIT)
+    ] = True,
     distill_steps: Annotated[
         int, typer.Option(min=0, help="Training after the fit.", rich_help_panel=_FIT)
     ] = 0,
@@ -146,6 +149,7 @@ def fit(
             selection=selection,
             uneven=uneven,
             row_weights=row_weights,
+            key_norm=key_norm,
             distill_steps=distill_steps,
             ridge=ridge,
             windows=windows,
