@@ -1,0 +1,1 @@
+"""The parts of ``bench_recipes.py``, in the order in which they are used."""

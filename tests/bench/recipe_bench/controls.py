@@ -1,0 +1,119 @@
+"""Mappers that must lose: what a figure means is how far it is from theirs.
+
+- identity: the source's own content, from the layer at the same share of the depth, with the
+  target's rotary embedding; only where heads and head size are equal
+- mean KV: every token gets the mean key and value of its layer and head
+- shuffled pairs: head_local k=4, fitted on rows that do not belong together
+- random map: head_local k=4 with random weights, of the target's mean and variance per channel
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mappers.geometry import Geometry
+from mappers.mapper import AffineMap, LayerMap
+from mappers.moments import Moments, PairMoments
+from mappers.recipes import RECIPES
+from mappers.selection import select
+from recipe_bench.candidates import RIDGE, Fit, Fitted, Models
+from recipe_bench.sums import SEEDS, PairSums
+
+READ = 4
+
+
+def controls(geometry: Geometry) -> dict[str, Fit]:
+    """By name; what a seed decides comes once for each."""
+    found: dict[str, Fit] = {}
+    source = (geometry.source_heads, geometry.source_dim)
+    if source == (geometry.target_heads, geometry.target_dim):
+        found["control: identity"] = _identity
+    found["control: mean KV"] = _mean
+    for seed in SEEDS:
+        found[f"control: shuffled pairs, seed {seed}"] = partial(_shuffled, seed=seed)
+        found[f"control: random map, seed {seed}"] = partial(_random, seed=seed)
+    return found
+
+
+def _identity(models: Models, _: PairSums) -> Fitted:
+    g = Geometry.of(models.source.identity, models.target.identity)
+    weight = torch.eye(g.source_dim).repeat(1, g.target_heads)
+    same = AffineMap(weight, torch.zeros(g.target_width))
+    step = (g.source_layers - 1) / max(1, g.target_layers - 1)
+    layers = [LayerMap((round(n * step),), same, same) for n in range(g.target_layers)]
+    return Fitted(models.mapper("head_local", layers, skipped=0), 0.0)
+
+
+def _mean(models: Models, sums: PairSums) -> Fitted:
+    moments = sums.moments("per_head")
+    inputs = moments.source_block
+
+    def mean(kind: Moments, layer: int) -> AffineMap:
+        bias = kind.mean_y[:, _outputs(moments, layer)].flatten().float()
+        return AffineMap(torch.zeros(inputs, len(bias)), bias)
+
+    layers = [
+        LayerMap((0,), mean(moments.keys, n), mean(moments.values, n))
+        for n in range(moments.geometry.target_layers)
+    ]
+    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+
+
+def _shuffled(models: Models, sums: PairSums, *, seed: int) -> Fitted:
+    moments = sums.shuffled(seed)
+    chosen = select(moments, _read(moments), RIDGE).reads
+    recipe = RECIPES["head_local"]
+    layers = [recipe.fit(moments, n, s, RIDGE) for n, s in enumerate(chosen)]
+    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+
+
+def _random(models: Models, sums: PairSums, *, seed: int) -> Fitted:
+    moments = sums.moments("per_head")
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for layer in range(moments.geometry.target_layers):
+        order = torch.randperm(moments.geometry.source_layers, generator=generator)
+        sources = tuple(sorted(order[: _read(moments)].tolist()))
+        maps = [
+            _random_map(moments, kind, layer, sources, generator)
+            for kind in (moments.keys, moments.values)
+        ]
+        layers.append(LayerMap(sources, *maps))
+    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+
+
+def _random_map(
+    moments: PairMoments,
+    kind: Moments,
+    layer: int,
+    sources: tuple[int, ...],
+    generator: torch.Generator,
+) -> AffineMap:
+    """Gaussian directions, scaled to the variance that each channel of the target has."""
+    inputs = torch.cat([torch.arange(moments.source_block) + j * moments.source_block
+                        for j in sources])  # fmt: skip
+    outputs = _outputs(moments, layer)
+    parts = list(_random_groups(kind, inputs, outputs, generator))
+    weight, bias = (torch.cat(side, dim=-1).float() for side in zip(*parts, strict=True))
+    return AffineMap(weight, bias)
+
+
+def _random_groups(
+    kind: Moments, inputs: Tensor, outputs: slice, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for group, gram in enumerate(kind.gram):
+        target = kind.squares_y[group, outputs]
+        drawn = torch.randn(len(inputs), len(target), generator=generator, dtype=torch.float64)
+        got = (drawn * (gram[inputs][:, inputs] @ drawn)).sum(0)
+        weight = drawn * (target / got).sqrt()
+        yield weight, kind.mean_y[group, outputs] - kind.mean_x[group, inputs] @ weight
+
+
+def _outputs(moments: PairMoments, layer: int) -> slice:
+    return slice(layer * moments.target_block, (layer + 1) * moments.target_block)
+
+
+def _read(moments: PairMoments) -> int:
+    return min(READ, moments.geometry.source_layers)
