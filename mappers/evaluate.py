@@ -8,9 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from mappers.arms import CONTINUATION_TOKENS, Reading
+from mappers.bounds import documents_needed
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
-from mappers.evidence import Evidence, documents_needed
+from mappers.evidence import Evidence
 from mappers.hops import sides
 from mappers.int8 import int8_weights
 from mappers.layer_measures import layer_rows

@@ -1,18 +1,11 @@
 """Why a mapper may not serve anything at all: one line for people."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from mappers.evidence import Arm, Evidence, Verdict, decide, documents_needed
+from mappers.accept import Rule, Verdict, decide
+from mappers.bounds import documents_needed
+from mappers.evidence import Arm, Evidence
 from mappers.summary import Setting, by_setting, compared, point
-
-
-class Rule(NamedTuple):
-    """When a translation is good enough; as in the service's settings."""
-
-    max_kl: float
-    alpha: float
-    delta: float
 
 
 def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
@@ -43,9 +36,7 @@ def _verdicts(evidence: Evidence, rule: Rule) -> Iterator[tuple[Setting, Verdict
     measured = {(b.domain, n) for b, by_n in evidence.translated.items() for n in by_n}
     for domain, length in sorted(measured):
         for known in (True, False):
-            verdict = decide(
-                evidence, tokens=length, domain=domain, prefix_known=known, **rule._asdict()
-            )
+            verdict = decide(evidence, tokens=length, domain=domain, prefix_known=known, rule=rule)
             yield Setting(domain, length, Arm.TRANSLATED, 0, known), verdict
 
 

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from mappers.accept import Rule, Verdict, decide
 from mappers.cache import KVCache
-from mappers.evidence import Verdict, decide
 from service.guards import Standing
 from service.policy import Policy
 from service.schemas import TranslateRequest
@@ -122,11 +122,9 @@ def _weigh(
             domain=domain,
             hops=request.hops,
             prefix_known=prefix_known,
-            max_kl=max_kl,
+            rule=Rule(max_kl, policy.alpha, policy.delta),
             max_native_tail=tail,
             native_tails=policy.native_tails or None,
-            alpha=policy.alpha,
-            delta=policy.delta,
         )
     smallest = min(policy.native_tails, default=UNPROVEN_TAIL)
     if verdict.reason == "no_evidence" and unproven and tail >= smallest:

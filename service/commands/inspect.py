@@ -16,10 +16,10 @@ from service.commands.options import Config
 from service.settings import Settings
 
 if TYPE_CHECKING:
+    from mappers.accept import Rule, Verdict
     from mappers.artifact import Artifact
-    from mappers.evidence import Evidence, Verdict
+    from mappers.evidence import Evidence
     from mappers.manifest import Manifest
-    from mappers.servable import Rule
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
@@ -45,7 +45,8 @@ def inspect(
     reading that tail alone and of reading nothing, and how much of what reading brings is kept.
     """
     from mappers import artifact as artifacts
-    from mappers.servable import Rule, why_not_servable
+    from mappers.accept import Rule
+    from mappers.servable import why_not_servable
 
     del config
     if not (0 < alpha < 1 and 0 < delta < 1):
@@ -152,7 +153,8 @@ def _deep(evidence: "Evidence") -> Iterator[Table]:
 def _measured(
     evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: "Rule"
 ) -> Table:
-    from mappers.evidence import Arm, kl_bound
+    from mappers.bounds import kl_bound
+    from mappers.evidence import Arm
     from mappers.summary import by_setting, recovered
 
     grouped = by_setting(evidence)
@@ -176,7 +178,7 @@ def _measured(
             f"{key.native_tail}",
             f"{cell.documents}",
             f"{cell.kl:.4f}",
-            nats(kl_bound(kls, rule.alpha, rule.delta)),
+            nats(kl_bound([row.kl for row in kls], rule.alpha, rule.delta)),
             "-" if alone is None else f"{alone.kl:.3f}",
             "-" if nothing is None else f"{nothing.kl:.3f}",
             f"{cell.top1:.1%}",
@@ -201,7 +203,7 @@ _COLUMNS = (
 
 
 def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
-    from mappers.evidence import decide
+    from mappers.accept import decide
 
     table = Table(
         title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {1 - rule.alpha:.0%} of prompts, "
@@ -221,7 +223,7 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
                     tokens=length,
                     domain=domain,
                     prefix_known=known,
-                    **rule._asdict(),
+                    rule=rule,
                 )
                 for known in (True, False)
             ]

@@ -31,8 +31,9 @@ from gate_data import TEXTS, Measured, Prefix, measure, prefixes, source_cache, 
 
 from mappers import artifact as artifacts
 from mappers import demo
+from mappers.accept import Rule, Verdict, decide
 from mappers.artifact import Artifact
-from mappers.evidence import Evidence, Verdict, decide
+from mappers.evidence import Evidence
 from mappers.models import LoadedModel, ModelSpec, load_model
 from mappers.sample import sample_rows
 from mappers.score import limits_by_domain
@@ -62,10 +63,8 @@ class Policy:
             tokens=self.length,
             domain=domain,
             prefix_known=True,
-            max_kl=self.max_kl,
+            rule=Rule(self.max_kl, self.alpha, self.delta),
             native_tails=tails,
-            alpha=self.alpha,
-            delta=self.delta,
         )
 
     def plausible(self, measured: Measured, domain: str) -> bool:

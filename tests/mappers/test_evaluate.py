@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from mappers import evaluate as evaluation_module
+from mappers.accept import Rule, decide
 from mappers.arms import read_document, read_tail
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
-from mappers.evidence import Arm, Evidence, EvidenceRow, decide
+from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.measure import Depth, agreement
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
@@ -164,7 +165,7 @@ def test_hops_go_through_the_translations_that_they_say(deep: Evidence) -> None:
     assert mean(1) == pytest.approx(mean(0), rel=1e-2)
     assert mean(2) != pytest.approx(mean(0), rel=1e-2)
     verdict = decide(
-        deep, tokens=100, domain="a", hops=3, prefix_known=True, max_kl=9, alpha=0.1, delta=0.1
+        deep, tokens=100, domain="a", hops=3, prefix_known=True, rule=Rule(9, 0.1, 0.1)
     )
     assert verdict.reason == "drift_budget_exhausted"
 

@@ -7,13 +7,14 @@ import torch
 
 from mappers import artifact
 from mappers import fit as fitting
+from mappers.accept import Rule, decide
 from mappers.cache import KVCache
 from mappers.collect import aligned
-from mappers.evidence import Arm, Evidence, EvidenceRow, decide
+from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.fit import fit_pair
 from mappers.models import LoadedModel, ModelSpec
 from mappers.plan import FitPlan
-from mappers.servable import Rule, why_not_servable
+from mappers.servable import why_not_servable
 
 USUAL = Rule(max_kl=0.05, alpha=0.5, delta=0.2)
 GENEROUS = USUAL._replace(max_kl=1e6)
@@ -78,7 +79,7 @@ def test_a_tail_that_does_the_work_alone_is_tested_but_never_chosen() -> None:
     def verdict(max_kl: float) -> tuple[object, ...]:
         return decide(
             evidence, tokens=128, domain="chat", prefix_known=True,
-            max_kl=max_kl, alpha=0.1, delta=0.05,
+            rule=Rule(max_kl, 0.1, 0.05),
         )[:3]  # fmt: skip
 
     assert verdict(0.3) == ("translate", None, 32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mappers.evidence import Verdict
+from mappers.accept import Verdict
 from service import gate
 from service.gate import DETAILS, Ruling, rule
 from service.guards import Standing
