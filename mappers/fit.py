@@ -148,6 +148,7 @@ def _moments(
         empty,
         stride=plan.stride,
         skip_positions=plan.skip_positions,
+        profile=profile,
         checkpoints=_checkpoints(plan, source, target),
         progress=progress,
     )
