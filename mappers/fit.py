@@ -27,6 +27,7 @@ from mappers.moments import PairMoments
 from mappers.plan import FitPlan
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
+from mappers.queries import collect_probe_queries
 from mappers.recipes import RECIPES
 from mappers.report import render
 from mappers.selection import Selection, select
@@ -64,7 +65,13 @@ def fit_pair(
     selection = select(moments, plan.k, plan.ridge)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
     facts = manifest_facts(plan, corpus, moments, selection)
-    folder = artifact.publish(plan.root, mapper, facts, profile=builder.profile())
+    folder = artifact.publish(
+        plan.root,
+        mapper,
+        facts,
+        profile=builder.profile(),
+        probe_queries=collect_probe_queries(target, corpus.windows),
+    )
     if texts:
         # From the disk, so that what is measured is what will be served.
         loaded = artifact.load(folder)
