@@ -90,7 +90,7 @@ def probe_error(
     _check_caches(queries, native, mapped)
     asked = queries.at(int(native.positions[-1]) + 1, length=length)
     errors = []
-    for layer, of_layer in enumerate(asked.to(native.keys[0].device)):
+    for layer, of_layer in enumerate(asked):
         own, other = (_attend(of_layer, cache, layer, queries.scale) for cache in (native, mapped))
         apart = torch.linalg.vector_norm(other - own, dim=(1, 2))
         errors.append(apart / torch.linalg.vector_norm(own, dim=(1, 2)))
@@ -99,7 +99,10 @@ def probe_error(
 
 def _attend(queries: Tensor, cache: KVCache, layer: int, scale: float) -> Tensor:
     """What attention over one layer of ``cache`` hands on to queries [H_q, Q, D], same shape."""
-    keys, values = (side[layer].float().transpose(0, 1) for side in (cache.keys, cache.values))
+    keys, values = (
+        side[layer].to(queries.device, torch.float32).transpose(0, 1)
+        for side in (cache.keys, cache.values)
+    )
     grouped = queries.reshape(keys.shape[0], -1, keys.shape[2])
     weights = (grouped @ keys.transpose(1, 2) * scale).softmax(-1)
     return (weights @ values).view(queries.shape)

@@ -24,7 +24,7 @@ from tests.mappers.pairs import identity, random_cache, rotate
 
 LAYERS, KV_HEADS, DIM, THETA = 3, 2, 8, 50_000.0
 TARGET = identity(LAYERS, KV_HEADS, DIM, theta=THETA)
-WINDOWS = torch.randint(1, 4_000, (6, 80), generator=torch.manual_seed(8))
+WINDOWS = list(torch.randint(1, 4_000, (6, 80), generator=torch.manual_seed(8)))
 
 
 def queries(query_heads: int = 6, scale: float = 0.5) -> ProbeQueries:
