@@ -53,7 +53,7 @@ def _against(evidence: Evidence, setting: Setting) -> str:
         "no cache at all": own._replace(arm=arm, native_tail=tail, prefix_known=False),
     }
     for name, other in others.items():
-        found = compared(evidence, own, other)
+        found = compared(rows, own, other)
         if found is not None and not found.high < 0:
             other_kl = point([row.kl for row in rows[other]]).mean
             return f"a KL of {kl:.3g} is no better than with {name} ({other_kl:.3g})"

@@ -145,8 +145,8 @@ def _deep(evidence: "Evidence") -> Iterator[Table]:
         table = Table(title="Drift, KL by turn", title_justify="left", box=box.SIMPLE)
         for column in ("domain", "turn", "KL", "more than one translation"):
             table.add_column(column, justify="right")
-        for (domain, turn), (kl, added) in drift_points(evidence.drift).items():
-            table.add_row(domain, f"{turn}", f"{kl.mean:.4f}", f"{added.mean:+.4f}")
+        for (domain, turn), found in drift_points(evidence.drift).items():
+            table.add_row(domain, f"{turn}", f"{found.kl.mean:.4f}", f"{found.added.mean:+.4f}")
         yield table
 
 
@@ -167,7 +167,7 @@ def _measured(
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for key, cell in cells.items():
-        if (key.domain, key.arm, key.prefix_known, key.hops) != (domain, Arm.TRANSLATED, True, 0):
+        if key[0] != domain or key[2] != Arm.TRANSLATED or key[4:] != (True, 0, 0):
             continue
         kls = grouped[key]
         alone = cells.get(key._replace(arm=Arm.LAST_TOKENS, prefix_known=False))
