@@ -20,6 +20,7 @@ from mappers.cache import KVCache
 from mappers.errors import LayoutError
 from mappers.identity import ModelIdentity
 from mappers.rope import Rope, RotaryTable
+from mappers.translate import Translator
 
 PROBE_TOKENS = 64
 """The size that is measured when a mapper is fitted, and so the only one that is certified."""
@@ -77,13 +78,28 @@ def bytes_at_most(target: ModelIdentity) -> int:
     return 2 * heads * QUERIES_PER_HEAD * target.head_dim + 4
 
 
+def translation_error(
+    queries: ProbeQueries, translator: Translator, source: KVCache, native: KVCache
+) -> float:
+    """``probe_error`` of the translation of a prompt whose first p tokens the target read itself.
+
+    ``source`` is the source's cache of the whole prompt, ``native`` the probe, both from position
+    0. The first token is an attention sink that no map gets right, and is known; it is taken from
+    the probe, so that the rest counts. Raises NonFinite as ``Translator.stream`` does.
+    """
+    mapped = translator.translate(
+        source, dtype=torch.float32, prefix=native.slice(0, 1), tokens=native.tokens
+    )
+    return probe_error(queries, native, mapped, length=source.tokens)
+
+
 def probe_error(
     queries: ProbeQueries, native: KVCache, mapped: KVCache, *, length: int | None = None
 ) -> float:
     """Mean over layers and query heads of |o_mapped - o_native| / |o_native|.
 
     o is what attention hands on for a head's queries, which see all p tokens of ``native``, or of
-    ``mapped``: caches of one geometry, keys as cached, the mapped one with its exact prefix. NaN
+    ``mapped``: caches of one geometry, keys as cached. NaN
     when either holds a NaN, or a head of the native one hands on nothing. ``length`` as in ``at``.
     Raises LayoutError when the caches differ in form or are not of the queries' model.
     """

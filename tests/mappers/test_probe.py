@@ -12,14 +12,23 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mappers import artifact
 from mappers.cache import KVCache
+from mappers.collect import cache_of_text
 from mappers.errors import ArtifactError, LayoutError, UnsupportedModel
 from mappers.folder import publish_folder
 from mappers.manifest import ManifestFacts
 from mappers.models import LoadedModel
-from mappers.probe import PROBE_TOKENS, QUERIES_PER_HEAD, ProbeQueries, bytes_at_most, probe_error
+from mappers.probe import (
+    PROBE_TOKENS,
+    QUERIES_PER_HEAD,
+    ProbeQueries,
+    bytes_at_most,
+    probe_error,
+    translation_error,
+)
 from mappers.queries import collect_probe_queries, read_queries
 from mappers.tensor_file import pack
-from tests.mappers.identities import identity_mapper
+from mappers.translate import Translator
+from tests.mappers.identities import broken_mapper, identity_mapper
 from tests.mappers.pairs import identity, random_cache, rotate
 
 LAYERS, KV_HEADS, DIM, THETA = 3, 2, 8, 50_000.0
@@ -120,6 +129,23 @@ def test_collected_queries_are_the_models_own_in_content_space(target: LoadedMod
     assert found.scale == scale
     again = found.at(row)[:, :, 0]
     torch.testing.assert_close(again, torch.stack([q[0] for q in asked]), rtol=2e-2, atol=2e-2)
+
+
+def test_the_error_of_a_mapper_is_that_of_what_it_does_after_the_first_token(
+    target: LoadedModel,
+) -> None:
+    found = collect_probe_queries(target, WINDOWS)
+    assert found is not None
+    whole = cache_of_text(target, WINDOWS[0])
+    probe = whole.slice(0, PROBE_TOKENS)
+    same, broken = (Translator(make(target)) for make in (identity_mapper, broken_mapper))
+    assert translation_error(found, same, whole, probe) == pytest.approx(0, abs=1e-5)
+    mapped = broken.translate(whole, dtype=torch.float32).slice(0, PROBE_TOKENS)
+    for ours, exact in zip(mapped.keys + mapped.values, probe.keys + probe.values, strict=True):
+        ours[0] = exact[0]
+    wrong = translation_error(found, broken, whole, probe)
+    assert wrong == pytest.approx(probe_error(found, probe, mapped))
+    assert wrong > 0.1
 
 
 def test_fewer_windows_give_fewer_queries(target: LoadedModel) -> None:
