@@ -13,6 +13,7 @@ by the time that it could be sent again the target could have prefilled.
                 ...
 """
 
+import asyncio
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -56,12 +57,19 @@ class Client:
     """A blocking client; it keeps its connections, so make one and share it between threads.
 
     ``timeout`` is httpx's: seconds without a byte, not for the whole answer. ``options`` go to
-    ``httpx.Client`` (``transport``, ``verify``, ``headers``, ...).
+    ``httpx.Client`` (``transport``, ``verify``, ``headers``, ...). With ``digest`` a cache goes out
+    with its Content-Digest, so that one that is damaged on the way is refused.
     """
 
     def __init__(
-        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+        self,
+        base_url: str,
+        *,
+        timeout: httpx.Timeout | float = TIMEOUT,
+        digest: bool = False,
+        **options: Any,
     ) -> None:
+        self._digest = digest
         self._http = httpx.Client(base_url=base_url, timeout=timeout, **options)
 
     def translate(
@@ -73,7 +81,8 @@ class Client:
         NotTranslated instead of returning Reprefill.
         """
         upload = Upload.of(cache, request)
-        headers = {**_HEADERS, **upload.headers}
+        digest = upload.digest_headers() if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
         try:
             with self._http.stream(
                 "POST", "/translate", content=iter(upload), headers=headers
@@ -153,8 +162,14 @@ class AsyncClient:
     """The same for asyncio. A layer that is not contiguous is copied on the event loop."""
 
     def __init__(
-        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+        self,
+        base_url: str,
+        *,
+        timeout: httpx.Timeout | float = TIMEOUT,
+        digest: bool = False,
+        **options: Any,
     ) -> None:
+        self._digest = digest
         self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, **options)
 
     async def translate(
@@ -162,7 +177,8 @@ class AsyncClient:
     ) -> Outcome:
         """As ``Client.translate``."""
         upload = Upload.of(cache, request)
-        headers = {**_HEADERS, **upload.headers}
+        digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
         try:
             async with self._http.stream(
                 "POST", "/translate", content=aiter(upload), headers=headers

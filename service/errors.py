@@ -22,6 +22,7 @@ CODES: dict[str, Kind] = {
     "bad_safetensors": Kind(400, "The body is not a safetensors file"),
     "truncated_body": Kind(400, "The body ended too early"),
     "bad_json": Kind(400, "The document is not JSON"),
+    "digest_mismatch": Kind(400, "The body is not what was sent", retryable=True),
     "unauthorized": Kind(401, "The bearer token is missing or wrong"),
     "wrong_feedback_token": Kind(403, "The token is not that of the answer"),
     "admin_off": Kind(403, "The admin routes are switched off"),

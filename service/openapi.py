@@ -114,7 +114,13 @@ _ANSWER_HEADERS = {
 }
 _DOCUMENT_CODES = ("bad_json", "bad_document")
 _PAIR_CODES = ("pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
-_MEDIA_CODES = ("unsupported_media_type", "unsupported_encoding", "body_too_large", "body_too_slow")
+_MEDIA_CODES = (
+    "unsupported_media_type",
+    "unsupported_encoding",
+    "body_too_large",
+    "body_too_slow",
+    "digest_mismatch",
+)
 _TENSOR_CODES = (
     "bad_request",
     "bad_safetensors",

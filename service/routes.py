@@ -12,6 +12,7 @@ from service import openapi, pipeline
 from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
 from service.call import Call
+from service.digest import ContentDigest
 from service.errors import Problem
 from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt, read_feedback
 from service.ledger import Ledger
@@ -157,5 +158,6 @@ def _open(request: Request, service: Service, accepted: tuple[str, ...]) -> tupl
         limit_bytes=limit,
         grace_seconds=service.settings.body_grace_seconds,
         bytes_per_second=service.settings.body_bytes_per_second,
+        digest=ContentDigest.of_header(request.headers.getlist("content-digest")),
     )
     return body, declared

@@ -10,6 +10,7 @@ from mappers.cache import DTYPES, KVCache
 from mappers.errors import LayoutError
 from mappers.layouts import Layout
 from service import wire
+from service.digest import content_digest
 from service.schemas import TranslateRequest
 
 CONTENT_TYPE = "application/vnd.safetensors"
@@ -52,6 +53,10 @@ class Upload:
     def headers(self) -> dict[str, str]:
         """The HTTP headers that go with this body."""
         return {"content-type": CONTENT_TYPE, "content-length": str(self.content_length)}
+
+    def digest_headers(self) -> dict[str, str]:
+        """Content-Digest (RFC 9530); the whole body is read for it once."""
+        return {"content-digest": content_digest(self)}
 
     def __iter__(self) -> Iterator[bytes]:
         yield self.header
