@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 from mappers.bounds import kl_bound
 from mappers.evidence import Bucket, Evidence
 
+Risk = Literal["exceedance", "mean"]
+
 
 class Rule(NamedTuple):
     """When a translation is good enough; as in the service's settings. KLs in nats a token."""
@@ -16,7 +18,7 @@ class Rule(NamedTuple):
     max_kl: float
     alpha: float
     delta: float
-    risk: Literal["exceedance", "mean"] = "exceedance"
+    risk: Risk = "exceedance"
     kl_clip: float = 1.0
 
 

@@ -16,6 +16,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mappers.accept import Risk, Rule
+
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -29,8 +31,15 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_kl: float = Field(0.15, gt=0, allow_inf_nan=False, description="Nats a token.")
+    risk: Risk = Field(
+        "exceedance",
+        description="What meets max_kl: exceedance, KLs but for a share alpha; mean, their mean.",
+    )
     alpha: float = Field(0.1, gt=0, lt=1, description="Share of answers that may exceed it.")
     delta: float = Field(0.05, gt=0, lt=1, description="1 - confidence of that.")
+    kl_clip: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Of the mean: a larger KL counts as this."
+    )
     default_domain: Word | None = Field(
         None, description="Domain of requests that name none; none: the worst of all decides."
     )
@@ -67,6 +76,10 @@ class Policy(BaseModel):
         le=2,
         description="2: where several clients are served, no single one moves a breaker.",
     )
+
+    def rule(self, max_kl: float) -> Rule:
+        """The accept rule at a threshold that is this policy's, or tighter."""
+        return Rule(max_kl, self.alpha, self.delta, self.risk, self.kl_clip)
 
     @property
     def eps(self) -> float:

@@ -98,8 +98,10 @@ _GROUPS = {
     "Where and what": ("config", "host", "port", "metrics_port", "artifacts", "device", "threads"),
     "When a translation is good enough": (
         "max_kl",
+        "risk",
         "alpha",
         "delta",
+        "kl_clip",
         "default_domain",
         "allow_unproven",
         "domains",
