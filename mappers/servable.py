@@ -1,7 +1,5 @@
 """Why a mapper may not serve anything at all: one line for people."""
 
-from collections.abc import Iterator
-
 from mappers.accept import Rule, Verdict, decide
 from mappers.bounds import documents_needed
 from mappers.evidence import Arm, Evidence
@@ -15,12 +13,12 @@ def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
     """
     if evidence is None:
         return "it has no evidence; kvt evaluate adds some"
-    verdicts = list(_verdicts(evidence, rule))
-    if any(verdict.decision == "translate" for _, verdict in verdicts):
+    found = verdicts(evidence, rule)
+    if any(verdict.decision == "translate" for verdict in found.values()):
         return None
-    certified = [(v.kl_bound, s, v) for s, v in verdicts if v.kl_bound is not None]
+    certified = [(v.kl_bound, s, v) for s, v in found.items() if v.kl_bound is not None]
     if not certified:
-        most = max((verdict.rows for _, verdict in verdicts), default=0)
+        most = max((verdict.rows for verdict in found.values()), default=0)
         needed = documents_needed(rule.alpha, rule.delta)
         return f"{most} documents of a length were measured, {needed} are needed"
     bound, setting, verdict = min(certified, key=lambda entry: entry[:2])
@@ -32,12 +30,16 @@ def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
     return f"{line}; {hint}" if hint else line
 
 
-def _verdicts(evidence: Evidence, rule: Rule) -> Iterator[tuple[Setting, Verdict]]:
+def verdicts(evidence: Evidence, rule: Rule) -> dict[Setting, Verdict]:
+    """What the rule says to prompts of each measured domain and length, by setting (tail 0)."""
     measured = {(b.domain, n) for b, by_n in evidence.translated.items() for n in by_n}
-    for domain, length in sorted(measured):
-        for known in (True, False):
-            verdict = decide(evidence, tokens=length, domain=domain, prefix_known=known, rule=rule)
-            yield Setting(domain, length, Arm.TRANSLATED, 0, known), verdict
+    return {
+        Setting(domain, length, Arm.TRANSLATED, 0, known): decide(
+            evidence, tokens=length, domain=domain, prefix_known=known, rule=rule
+        )
+        for domain, length in sorted(measured)
+        for known in (True, False)
+    }
 
 
 def _against(evidence: Evidence, setting: Setting) -> str:
