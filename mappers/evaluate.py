@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mappers.arms import CONTINUATION_TOKENS, Reading
+from mappers.bench import Bench, Depth
 from mappers.bounds import documents_needed
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
@@ -16,9 +17,10 @@ from mappers.hops import sides
 from mappers.int8 import int8_weights
 from mappers.layer_measures import layer_rows
 from mappers.mapper import Mapper
-from mappers.measure import Bench, Depth, Found, measure_document
+from mappers.measure import Found, measure_document
 from mappers.models import LoadedModel
 from mappers.partial import Partial
+from mappers.probe import ProbeQueries
 from mappers.profile import CalibrationProfile, scorer
 from mappers.progress import steps
 from mappers.translate import Translator
@@ -33,6 +35,7 @@ def evaluate(
     lengths: Sequence[int],
     native_tails: Sequence[int],
     profile: CalibrationProfile | None = None,
+    probe_queries: ProbeQueries | None = None,
     reverse: Mapper | None = None,
     depth: Depth | None = None,
     work: Path | None = None,
@@ -41,8 +44,9 @@ def evaluate(
     """Evidence over the texts of all domains, from ``evaluation_texts``.
 
     ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's,
-    gives rows their score. ``reverse``, the mapper from the target to the source, is needed for
+    continuation, with the tails that are shorter than the prompt. ``profile`` and
+    ``probe_queries`` are the artifact's: one gives rows their score, without the other none have a
+    probe. ``reverse``, the mapper from the target to the source, is needed for
     hops and drift. What each document gave is kept in ``work``, so that a stopped evaluation goes
     on where it was, to the same evidence; without a folder it starts anew. It is the caller's to
     remove.
@@ -56,6 +60,7 @@ def evaluate(
         rounded=int8_weights(target.model),
         pair=None if reverse is None else sides(source, target, mapper, reverse),
         score=scorer(profile, mapper),
+        probe_queries=probe_queries,
         lengths=tuple(lengths),
         native_tails=tuple(native_tails),
         depth=depth,
@@ -63,7 +68,8 @@ def evaluate(
     partial = None
     if work is not None:
         corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
-        options = [corpora, [*lengths], [*native_tails], asdict(depth)]
+        beside = [profile is not None, probe_queries is not None]
+        options = [corpora, [*lengths], [*native_tails], asdict(depth), beside]
         partial = Partial(work, _digest([mapper, *([reverse] if reverse else [])], options))
     measured = {
         domain: _domain(bench, corpus, domain, number, partial, progress)

@@ -81,6 +81,7 @@ def fit_pair(
             target,
             texts,
             profile=loaded.profile,
+            probe_queries=loaded.probe_queries,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
             work=_checkpoints(plan, source, target).folder / "evaluation",

@@ -71,9 +71,9 @@ def evaluate(
     What was measured before is replaced. An interrupted evaluation resumes.
     """
     from mappers import artifact as artifacts
+    from mappers.bench import Depth
     from mappers.evaluate import evaluate as measure
     from mappers.evaluate import evaluation_texts, require_documents
-    from mappers.measure import Depth
     from mappers.models import load_model
     from mappers.plan import FitPlan
     from mappers.report import render
@@ -105,6 +105,7 @@ def evaluate(
         large,
         corpora,
         profile=loaded.profile,
+        probe_queries=loaded.probe_queries,
         lengths=prompts,
         native_tails=tuple(native_tails or defaults["native_tails"].default),
         reverse=None if reverse is None else reverse_mapper(reverse, small, large),

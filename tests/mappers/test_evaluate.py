@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerFast
 from mappers import evaluate as evaluation_module
 from mappers.accept import Rule, decide
 from mappers.arms import read_document, read_tail
+from mappers.bench import Depth
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.evidence import Arm, Evidence, EvidenceRow
-from mappers.measure import Depth, agreement
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
+from mappers.prompt_rows import agreement
 from mappers.translate import Translator
 from tests.mappers.identities import broken_mapper, identity_mapper
 
