@@ -33,11 +33,11 @@ from mappers import artifact as artifacts
 from mappers import demo
 from mappers.accept import Rule, Verdict, decide
 from mappers.artifact import Artifact
+from mappers.conformal import FALSE_REFUSALS, limits_by_domain
 from mappers.evidence import Evidence
 from mappers.models import LoadedModel, ModelSpec, load_model
 from mappers.sample import sample_rows
-from mappers.score import limits_by_domain
-from service.content import FALSE_REFUSALS, ContentGate
+from service.content import ContentGate
 from service.schemas import TranslateRequest
 
 DEMO = Path(demo.__file__).parent
