@@ -74,5 +74,5 @@ $(RUNTIME): $(PACKAGING) | $(CREATED)
 	@touch $@
 
 $(DEVELOP): $(RUNTIME)
-	$(PIP) --editable '.[dev,gguf,train]'
+	$(PIP) --editable '.[dev,gguf,tasks,train]'
 	@touch $@
