@@ -42,6 +42,7 @@ CODES: dict[str, Kind] = {
     "unsupported_media_type": Kind(415, "This content type is not read"),
     "unsupported_encoding": Kind(415, "Compressed bodies are not read"),
     "bad_document": Kind(422, "The request document is not valid"),
+    "bad_probe": Kind(422, "The probe cannot be used"),
     "bad_metadata": Kind(422, "The safetensors metadata is not valid"),
     "bad_tensor_name": Kind(422, "A tensor has a name that no cache has"),
     "bad_shape": Kind(422, "A tensor has a shape that does not fit"),

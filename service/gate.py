@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from mappers.accept import Rule, Verdict, decide
+from mappers.accept import Verdict, decide
 from mappers.cache import KVCache
 from service.guards import Standing
 from service.policy import Policy
@@ -22,13 +22,17 @@ DETAILS = {
     "would_miss_deadline": "the queue is too long for the caller's reprefill_ms",
     "non_finite": "the cache, or its translation, holds values that are not finite",
     "implausible_values": "the cache is not what this model makes of a text, or not of that text",
+    "probe_kl_exceeds_threshold": "so far from the probe, no native tail meets the KL threshold",
     "out_of_distribution": "the cache is less like the calibration text than what was measured",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The gate's answer: ``reason`` None means translate the first ``tokens`` rows."""
+    """The gate's answer: ``reason`` None means translate the first ``tokens`` rows.
+
+    ``provisional``: there is a probe whose error is not known yet, so the gate will rule again.
+    """
 
     reason: str | None
     tokens: int
@@ -39,6 +43,8 @@ class Ruling:
     rows: int
     unproven: bool
     expected_seconds: float | None
+    provisional: bool = False
+    probe_error: float | None = None
 
     @property
     def detail(self) -> str | None:
@@ -47,8 +53,8 @@ class Ruling:
 
     @property
     def drift(self) -> float:
-        """What the answer adds to its session, nats a token."""
-        return self.max_kl if self.kl_bound is None else self.kl_bound
+        """What the answer adds to its session at most, nats a token."""
+        return self.max_kl if self.kl_bound is None or self.provisional else self.kl_bound
 
 
 def rule(
@@ -58,16 +64,24 @@ def rule(
     *,
     allow_unproven: bool,
     pending_seconds: float,
+    probe_error: float | None = None,
 ) -> Ruling:
     """Weigh the evidence, what became of earlier answers, and the time.
 
-    ``pending_seconds``: the expected wait for the device.
+    ``pending_seconds``: the expected wait for the device. ``probe_error`` None, where the request
+    has a probe: not known yet, so what may pass passes.
     """
     policy = standing.policy
     max_kl = min(policy.max_kl, request.max_kl or math.inf)
     known = _known_prefix(entry, request)
     verdict, unproven = _weigh(
-        entry, request, policy, max_kl, prefix_known=known is not None, unproven=allow_unproven
+        entry,
+        request,
+        policy,
+        max_kl,
+        prefix_known=known is not None,
+        probe_error=probe_error,
+        unproven=allow_unproven,
     )
     tokens = request.tokens - verdict.native_tail
     expected = entry.timing.seconds(tokens)
@@ -87,6 +101,8 @@ def rule(
         rows=verdict.rows,
         unproven=unproven,
         expected_seconds=None if expected is None else pending_seconds + expected,
+        provisional=request.probe is not None and probe_error is None,
+        probe_error=probe_error,
     )
 
 
@@ -106,10 +122,12 @@ def _weigh(
     max_kl: float,
     *,
     prefix_known: bool,
+    probe_error: float | None,
     unproven: bool,
 ) -> tuple[Verdict, bool]:
     """The evidence's verdict, and whether it stands on no evidence at all."""
-    most = request.tokens - 1
+    probe_tokens = 0 if request.probe is None else request.probe.tokens
+    most = request.tokens - 1 - probe_tokens
     tail = most if request.max_native_tail is None else min(request.max_native_tail, most)
     domain = request.domain or policy.default_domain
     verdict = Verdict("reprefill", "no_evidence", 0, None, 0)
@@ -121,10 +139,12 @@ def _weigh(
             tokens=request.start_position + request.tokens,
             domain=domain,
             hops=request.hops,
-            prefix_known=prefix_known,
-            rule=Rule(max_kl, policy.alpha, policy.delta),
+            # A probe holds the first tokens, whether or not the mapper knows them.
+            prefix_known=prefix_known or probe_tokens > 0,
+            rule=policy.rule(max_kl),
             max_native_tail=tail,
             native_tails=policy.native_tails or None,
+            **({"probe_tokens": probe_tokens, "probe_error": probe_error} if probe_tokens else {}),
         )
     smallest = min(policy.native_tails, default=UNPROVEN_TAIL)
     if verdict.reason == "no_evidence" and unproven and tail >= smallest:

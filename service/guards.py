@@ -46,9 +46,9 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class Claim:
-    """What a translation has taken from the books; given back unless it is ``kept``."""
+    """What a translation has taken from the books; given back but for the KL that is ``kept``."""
 
-    kept: bool = False
+    kept: float | None = None
 
 
 class Guards:
@@ -97,8 +97,8 @@ class Guards:
     def claim(
         self, answer_id: str, request: TranslateRequest, standing: Standing, kl: float
     ) -> Iterator[Claim]:
-        """Take a place among the probes, and ``kl`` from the session; before anything is awaited,
-        so that requests at the same time see each other."""
+        """Take a place among the probes, and at most ``kl`` from the session; before anything is
+        awaited, so that requests at the same time see each other."""
         claim, now, session = Claim(), wall_clock(), self._session(request)
         if standing.phase == "half_open":
             until = now + self._settings.feedback_seconds
@@ -108,10 +108,10 @@ class Guards:
         try:
             yield claim
         finally:
-            if not claim.kept:
+            if claim.kept is None:
                 self._probes.get(standing.key, {}).pop(answer_id, None)
-                if session is not None:
-                    self.sessions.refund(session, kl)
+            if session is not None:
+                self.sessions.refund(session, kl - (claim.kept or 0.0))
 
     async def mark(
         self, answer_id: str, client: str, standing: Standing, max_kl: float

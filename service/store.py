@@ -17,6 +17,7 @@ from mappers.errors import ArtifactError, IdentityMismatch, KVTranslatorError
 from mappers.evidence import Evidence
 from mappers.identity import IdentityClaim, ModelIdentity, check
 from mappers.mapper import Mapper
+from mappers.probe import PROBE_TOKENS, ProbeQueries
 from mappers.translate import Translator
 from service.content import ContentGate
 from service.errors import Problem
@@ -41,6 +42,7 @@ class Loaded:
     content: ContentGate
     gain: float
     offset: float
+    probe_queries: ProbeQueries | None
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class Entry:
             resident_bytes=self.resident_bytes,
             evidence_rows=len(evidence.rows) if evidence else 0,
             certified_tokens=sorted(lengths),
+            probe_tokens=PROBE_TOKENS if self._loaded and self._loaded.probe_queries else 0,
             error=self.error,
         )
 
@@ -193,6 +196,7 @@ def _prepare(artifact: Artifact, device: str, timing: RunningFit) -> Loaded:
         ),
         gain=max(float(m.weight.float().abs().sum(0).max()) for m in maps),
         offset=max(float(m.bias.float().abs().max()) for m in maps),
+        probe_queries=artifact.probe_queries,
     )
     _try_out(loaded, timing)
     return loaded
