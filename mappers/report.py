@@ -65,7 +65,7 @@ def verdict(evidence: Evidence) -> str:
 
 
 def _translated(cells: Cells) -> list[Setting]:
-    return [k for k in cells if k.arm is Arm.TRANSLATED and k.prefix_known and not k.hops]
+    return [k for k in cells if k.arm is Arm.TRANSLATED and k[4:] == (True, 0, 0)]
 
 
 def _domains(cells: Cells) -> list[str]:
