@@ -32,6 +32,7 @@ from pydantic import (
     field_validator,
 )
 
+from mappers.conformal import FALSE_REFUSALS, limits_by_domain
 from mappers.evidence_rows import (
     TABLES,
     Arm,
@@ -86,19 +87,28 @@ class Evidence(BaseModel):
         return to_table(rows, TABLES[info.field_name])
 
     @cached_property
-    def translated(self) -> Mapping[Bucket, Mapping[int, Mapping[int, tuple[float, ...]]]]:
-        """KLs of the ``translated`` arm by bucket, then length, then native tail."""
-        found: dict[Bucket, dict[int, dict[int, list[float]]]] = defaultdict(
+    def translated(self) -> Mapping[Bucket, Mapping[int, Mapping[int, tuple[EvidenceRow, ...]]]]:
+        """Rows of the ``translated`` arm by bucket, then length, then native tail."""
+        found: dict[Bucket, dict[int, dict[int, list[EvidenceRow]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
         for row in self.rows:
             if row.arm is Arm.TRANSLATED:
                 bucket = Bucket(row.domain, row.prefix_known, row.hops, row.probe_tokens)
-                found[bucket][row.length][row.native_tail].append(row.kl)
+                found[bucket][row.length][row.native_tail].append(row)
         return {
-            bucket: {n: {w: tuple(kls) for w, kls in tails.items()} for n, tails in lengths.items()}
-            for bucket, lengths in found.items()
+            bucket: {n: {w: tuple(rows) for w, rows in tails.items()} for n, tails in by_n.items()}
+            for bucket, by_n in found.items()
         }
+
+    @cached_property
+    def score_limits(self) -> Mapping[str | None, float]:
+        """The largest score of requests that are accepted, by domain; None: of no named one."""
+        return limits_by_domain(self.rows, FALSE_REFUSALS)
+
+    def score_limit(self, domain: str | None) -> float:
+        """That of requests that name this domain; infinite where no scores were measured."""
+        return self.score_limits.get(domain, self.score_limits.get(None, math.inf))
 
     @cached_property
     def idle(self) -> frozenset[tuple[Bucket, int, int]]:
