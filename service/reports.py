@@ -7,6 +7,7 @@ from service.audience import Audience
 from service.breaker import Breaker, Key, Sample
 from service.errors import Problem
 from service.feedback import Feedback, FeedbackReceipt
+from service.loss import loss_of, violates
 from service.policy import Policies
 from service.shadow import Shadow
 from service.state_file import Answer, StateFile
@@ -35,10 +36,10 @@ class Reports:
         """Take it in. Raises Problem: unknown, not its owner's, late, or another value."""
         answer = self._owned(feedback.answer_id, token)
         kl = feedback.measured()
-        violation = not kl <= answer.max_kl  # so NaN is one
+        violation = violates(kl, answer.max_kl)
         value = f"{kl!r} {'exact' if feedback.exact else 'at least'}"
         if answer.value is None:
-            answer = self._take(answer, value, violation, exact=feedback.exact, now=now)
+            answer = self._take(answer, value, kl, exact=feedback.exact, now=now)
         elif answer.value != value:
             raise Problem("feedback_differs", "another KL was posted for this answer before")
         breaker, policy = self.breakers.get(answer.key), self._policies.of(answer.key.mapper)
@@ -59,15 +60,20 @@ class Reports:
             raise Problem("wrong_feedback_token", "send the KVT-Feedback-Token of this answer")
         return answer
 
-    def _take(
-        self, answer: Answer, value: str, violation: bool, *, exact: bool, now: float
-    ) -> Answer:
+    def _take(self, answer: Answer, value: str, kl: float, *, exact: bool, now: float) -> Answer:
         if now > answer.issued_seconds + self._seconds:
             raise Problem("answer_expired", f"a KL is taken for {self._seconds:g} seconds")
         policy = self._policies.of(answer.key.mapper)
         shared = self._audience.shared(answer.key, answer.client, now)
-        sample = Sample(violation, exact, answer.client, shared, answer.issued_seconds)
-        breaker = self.breakers.get(answer.key, Breaker.fresh(policy.eps)).under(policy)
+        sample = Sample(
+            loss_of(kl, answer.max_kl, policy),
+            violates(kl, answer.max_kl),
+            exact,
+            answer.client,
+            shared,
+            answer.issued_seconds,
+        )
+        breaker = self.breakers.get(answer.key, Breaker.fresh(policy)).under(policy)
         counted = breaker.takes(sample, policy, now)
         after = breaker.observe(sample, policy, now) if counted else None
         self._file.settle(answer.id, value, answer.key, after, now)
