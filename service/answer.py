@@ -232,6 +232,8 @@ def _check_receipt(receipt: Receipt, request: TranslateRequest) -> None:
     for field, value in expected.items():
         if getattr(receipt, field) != value:
             raise BadAnswer(f"the receipt's {field} is not what was asked for")
+    if request.probe is not None and receipt.prefix_tokens != request.probe.tokens:
+        raise BadAnswer("the answer does not begin with the probe")
     if receipt.native_tail < 0 or receipt.tokens < 1:
         raise BadAnswer("the receipt covers no tokens")
 

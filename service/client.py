@@ -34,7 +34,7 @@ from service.answer import (
 )
 from service.feedback import FeedbackReceipt, Lists, posted_feedback
 from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
-from service.upload import Upload
+from service.upload import Upload, announcing
 
 __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
 
@@ -73,14 +73,22 @@ class Client:
         self._http = httpx.Client(base_url=base_url, timeout=timeout, **options)
 
     def translate(
-        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+        self,
+        cache: KVCache,
+        request: TranslateRequest,
+        *,
+        probe: KVCache | None = None,
+        strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
 
-        Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
-        NotTranslated instead of returning Reprefill.
+        ``probe`` is the target's own KV of the first tokens, [64, H_t, D_t] a layer: the bound gets
+        sharper, and those tokens of the answer are exactly these. Raises LayoutError when
+        ``request`` does not describe ``cache``; with ``strict``, NotTranslated instead of returning
+        Reprefill.
         """
-        upload = Upload.of(cache, request)
+        request = announcing(request, probe)
+        upload = Upload.of(cache, request, probe)
         digest = upload.digest_headers() if self._digest else {}
         headers = {**_HEADERS, **upload.headers, **digest}
         try:
@@ -173,10 +181,16 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, **options)
 
     async def translate(
-        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+        self,
+        cache: KVCache,
+        request: TranslateRequest,
+        *,
+        probe: KVCache | None = None,
+        strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""
-        upload = Upload.of(cache, request)
+        request = announcing(request, probe)
+        upload = Upload.of(cache, request, probe)
         digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
         headers = {**_HEADERS, **upload.headers, **digest}
         try:

@@ -144,7 +144,8 @@ def _weigh(
             rule=policy.rule(max_kl),
             max_native_tail=tail,
             native_tails=policy.native_tails or None,
-            **({"probe_tokens": probe_tokens, "probe_error": probe_error} if probe_tokens else {}),
+            probe_tokens=probe_tokens,
+            probe_error=probe_error,
         )
     smallest = min(policy.native_tails, default=UNPROVEN_TAIL)
     if verdict.reason == "no_evidence" and unproven and tail >= smallest:

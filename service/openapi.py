@@ -52,7 +52,9 @@ _EXAMPLE_FEEDBACK = {"answer_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e", "kl": 0.03
 _BODY_TEXT = """A safetensors file, read as it arrives: 8 bytes with the length of the header
 (little-endian), the JSON header, the tensors. In the header, `__metadata__.kvt` is the request
 document (schema `TranslateRequest`) as a string. Tensor names follow from `layout`:
-`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`."""
+`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`. A request with a `probe` holds the
+target's own KV of the first 64 tokens as well, in the form of the answer, under the same names with
+`probe` in place of `layers` (`probe.{i}.k`, ..., `probe.kv`)."""
 _BODY_EXAMPLE = (
     '\\x10\\x02\\x00\\x00\\x00\\x00\\x00\\x00{"__metadata__":{"kvt":"{\\"source\\":{...},'
     '\\"target\\":{...},\\"tokens\\":2,\\"layout\\":\\"NHD\\"}"},"layers.0.k":{"dtype":"BF16",'
@@ -113,7 +115,7 @@ _ANSWER_HEADERS = {
     "X-Request-Id": _header("Our id of the request"),
 }
 _DOCUMENT_CODES = ("bad_json", "bad_document")
-_PAIR_CODES = ("pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
+_PAIR_CODES = ("bad_probe", "pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
 _MEDIA_CODES = (
     "unsupported_media_type",
     "unsupported_encoding",

@@ -84,7 +84,8 @@ def check_tensors(header: Header, *sides: Side) -> None:
 
 def _described(side: Side) -> str:
     of = " of a probe" if side.stem == "probe" else ""
-    return f"{side.geometry.layers} layers{of} in layout {side.layout.value} are {len(side.names)} tensors"
+    layers, layout = side.geometry.layers, side.layout.value
+    return f"{layers} layers{of} in layout {layout} are {len(side.names)} tensors"
 
 
 def _check_tensor(spec: TensorSpec, side: Side, shape: tuple[int, ...]) -> None:
