@@ -1,7 +1,6 @@
 """Why a mapper may not serve anything at all: one line for people."""
 
 from mappers.accept import Rule, Verdict, decide
-from mappers.bounds import documents_needed
 from mappers.evidence import Arm, Evidence
 from mappers.summary import Setting, by_setting, compared, point
 
@@ -19,7 +18,7 @@ def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
     certified = [(v.kl_bound, s, v) for s, v in found.items() if v.kl_bound is not None]
     if not certified:
         most = max((verdict.rows for verdict in found.values()), default=0)
-        needed = documents_needed(rule.alpha, rule.delta)
+        needed = rule.documents_needed()
         return f"{most} documents of a length were measured, {needed} are needed"
     bound, setting, verdict = min(certified, key=lambda entry: entry[:2])
     place = f"{setting.domain}, {setting.length} tokens"
