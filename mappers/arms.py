@@ -90,8 +90,9 @@ def read_document(
     """
     fitting = tuple(n for n in lengths if n + CONTINUATION_TOKENS <= len(ids))
     ids = ids[: max(fitting) + CONTINUATION_TOKENS]
-    native, native_logits, _ = read_all(target.model, ids, fitting)
-    original, source_logits, source_nll = read_all(source.model, ids, fitting)
+    native, native_logits = read_all(target.model, ids, fitting)
+    read = read_scored(source.model, ids[None, :-1], logits_at=_after(fitting))
+    original = from_hf(read.cache)
     exact, dtype = exact_prefix(prefixes, ids, native), target.model.dtype
     return Reading(
         ids=ids,
@@ -99,8 +100,8 @@ def read_document(
         native=native,
         original=original,
         native_logits=native_logits,
-        source_logits=source_logits,
-        source_nll=source_nll,
+        source_logits=read.logits[0].view(len(fitting), CONTINUATION_TOKENS, -1),
+        source_nll=read.nll[0],
         prefix_known=translator.translate(original, prefix=exact, dtype=dtype),
         prefix_unknown=translator.translate(original, prefix=None, dtype=dtype),
         exact_tokens=exact.tokens,
@@ -110,28 +111,21 @@ def read_document(
 def read_tail(
     target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
 ) -> Tensor:
-    """The logits [B, 32, vocabulary] of ``score_tail``."""
-    return score_tail(target, caches, ids, length=length, tail=tail).logits
+    """Logits [B, 32, vocabulary] after the last ``tail`` prompt tokens are read over each cache.
+
+    ``caches`` hold at least the first ``length - tail`` tokens; with none of them the tail is read
+    over nothing (B is 1 then).
+    """
+    read, options = _tail_over(target, caches, ids, length, tail)
+    return hf_compat.read(target.model, read, **options)[0]
 
 
 def score_tail(
     target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
 ) -> TailReading:
-    """The last ``tail`` of ``length`` prompt tokens and the continuation, read over each cache.
-
-    ``caches`` hold at least the first ``length - tail`` tokens; with none of them the tail is read
-    over nothing (B is 1 then).
-    """
-    begin, end = length - tail, length + CONTINUATION_TOKENS - 1
-    cut = [cache.slice(0, begin) for cache in caches]
-    model = target.model
-    logits, nll, cache = read_scored(
-        model,
-        ids[begin:end].expand(max(1, len(caches)), -1),
-        cache=hf_compat.stacked(cut, model.dtype, model.device) if cut else None,
-        start_position=begin,
-        logits_at=torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS),
-    )
+    """``read_tail`` that scores the tail's own tokens too."""
+    read, options = _tail_over(target, caches, ids, length, tail)
+    logits, nll, cache = read_scored(target.model, read, **options)
     return TailReading(logits, nll[:, : tail - 1].mean(dim=1), cache)
 
 
@@ -161,14 +155,10 @@ def greedy(model: PreTrainedModel, cache: Cache, first: Tensor, position: int) -
     return torch.stack(chosen, dim=1).cpu()
 
 
-def read_all(
-    model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]
-) -> tuple[KVCache, Tensor, Tensor]:
-    """A model over all ``ids`` [T] but the last: its cache, its logits after each prompt length
-    [lengths, 32, vocabulary], and the NLL of every token that it saw but the first [T - 2]."""
-    at = torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
-    logits, nll, cache = read_scored(model, ids[None, :-1], logits_at=at)
-    return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1), nll[0]
+def read_all(model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[KVCache, Tensor]:
+    """A model's cache of all ``ids`` [T] but the last, and its logits after each prompt length."""
+    logits, cache = hf_compat.read(model, ids[None, :-1], logits_at=_after(lengths))
+    return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
 
 
 def raw_source(original: KVCache, target: LoadedModel) -> KVCache | None:
@@ -207,3 +197,23 @@ def exact_prefix(prefixes: ExactPrefixes, ids: Tensor, native: KVCache) -> KVCac
     """The table's prefix; where it has none, what it would hold for the first token."""
     match = prefixes.longest_match(tuple(ids.tolist()))
     return native.slice(0, 1) if match is None else match[1]
+
+
+def _after(lengths: Sequence[int]) -> Tensor:
+    """The 32 positions whose predictions count after each prompt, end to end."""
+    return torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
+
+
+def _tail_over(
+    target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, length: int, tail: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """What is read, ids [B, tail + 31], and the options of reading it over the caches."""
+    begin, end = length - tail, length + CONTINUATION_TOKENS - 1
+    cut = [cache.slice(0, begin) for cache in caches]
+    model = target.model
+    options = {
+        "cache": hf_compat.stacked(cut, model.dtype, model.device) if cut else None,
+        "start_position": begin,
+        "logits_at": torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS),
+    }
+    return ids[begin:end].expand(max(1, len(caches)), -1), options

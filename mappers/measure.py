@@ -26,7 +26,7 @@ def measure_document(
     bench: Bench, reading: Reading, wrong: Reading | None, *, document: str, domain: str, deep: bool
 ) -> Found:
     """Every row of one document; ``wrong`` is another one's reading. ``deep``: curves as well."""
-    _, rounded, _ = read_all(bench.rounded, reading.ids, reading.lengths)
+    _, rounded = read_all(bench.rounded, reading.ids, reading.lengths)
     rows: list[EvidenceRow] = []
     for at, length in enumerate(reading.lengths):
         prompt = Prompt(bench, document, domain, reading, length)

@@ -50,8 +50,9 @@ def read_scored(
         )
         kept.append(logits[:, wanted[(wanted >= begin) & (wanted < end)] - begin])
         following = ids[:, begin + 1 : end + 1].to(logits.device)
-        scores = logits[:, : following.shape[1]].transpose(1, 2).float()
-        nll.append(cross_entropy(scores, following, reduction="none"))
+        scores = logits[:, : following.shape[1]].flatten(0, 1).float()
+        found = cross_entropy(scores, following.flatten(), reduction="none")
+        nll.append(found.view(following.shape))
     if cache is None:
         raise ValueError("a text of no tokens cannot be read")
     at = torch.searchsorted(wanted, logits_at)
