@@ -102,6 +102,11 @@ class Evidence(BaseModel):
         }
 
     @cached_property
+    def native_tails(self) -> frozenset[int]:
+        """Every tail with which translations were measured."""
+        return frozenset(row.native_tail for row in self.rows if row.arm is Arm.TRANSLATED)
+
+    @cached_property
     def score_limits(self) -> Mapping[str | None, float]:
         """The largest score of requests that are accepted, by domain; None: of no named one."""
         return limits_by_domain(self.rows, FALSE_REFUSALS)

@@ -1,4 +1,9 @@
-"""Whether a translation is good enough and worth it, decided before the cache is read."""
+"""Whether a translation is good enough and worth it, decided before the cache is read.
+
+Cheap questions first: could it be worth it at all (at the smallest tail), what does the evidence
+say, is it worth it with the tail that this asks for, what became of earlier answers, and is there
+time. The first that is answered with no is the reason.
+"""
 
 import math
 from dataclasses import dataclass
@@ -66,7 +71,7 @@ def rule(
     pending_seconds: float,
     probe_error: float | None = None,
 ) -> Ruling:
-    """Weigh the evidence, what became of earlier answers, and the time.
+    """Weigh the time, the evidence, and what became of earlier answers.
 
     ``pending_seconds``: the expected wait for the device. ``probe_error`` None, where the request
     has a probe: not known yet, so what may pass passes.
@@ -74,20 +79,23 @@ def rule(
     policy = standing.policy
     max_kl = min(policy.max_kl, request.max_kl or math.inf)
     known = _known_prefix(entry, request)
-    verdict, unproven = _weigh(
-        entry,
-        request,
-        policy,
-        max_kl,
-        prefix_known=known is not None,
-        probe_error=probe_error,
-        unproven=allow_unproven,
-    )
+    verdict, unproven = Verdict("reprefill", "below_break_even", 0, None, 0), False
+    if _worth_it(entry, request, policy, _smallest_tail(entry, policy)):
+        verdict, unproven = _weigh(
+            entry,
+            request,
+            policy,
+            max_kl,
+            prefix_known=known is not None,
+            probe_error=probe_error,
+            unproven=allow_unproven,
+        )
+    worth_it = _worth_it(entry, request, policy, verdict.native_tail)
     tokens = request.tokens - verdict.native_tail
     expected = entry.timing.seconds(tokens)
     reason = (
         verdict.reason
-        or _below_break_even(request, verdict, expected)
+        or (None if worth_it else "below_break_even")
         or _worn(request, standing, max_kl if verdict.kl_bound is None else verdict.kl_bound)
         or _would_miss_deadline(request, verdict, expected, pending_seconds)
     )
@@ -104,6 +112,30 @@ def rule(
         provisional=request.probe is not None and probe_error is None,
         probe_error=probe_error,
     )
+
+
+def _smallest_tail(entry: Entry, policy: Policy) -> int:
+    """The best that can happen: every tail that is read natively is one that is not saved."""
+    measured = entry.evidence.native_tails if entry.evidence else ()
+    return min(policy.native_tails or measured, default=UNPROVEN_TAIL)
+
+
+def _worth_it(entry: Entry, request: TranslateRequest, policy: Policy, native_tail: int) -> bool:
+    """Whether translating takes less time than reading what is translated; true if unknown."""
+    reading = _reading_seconds(request, policy)
+    tokens = max(0, request.tokens - native_tail)
+    expected = entry.timing.seconds(tokens)
+    if reading is None or expected is None:
+        return True
+    return expected < reading * tokens / request.tokens
+
+
+def _reading_seconds(request: TranslateRequest, policy: Policy) -> float | None:
+    """What the target's own prefill of the prompt takes, as far as anyone has said."""
+    if request.reprefill_ms is not None:
+        return request.reprefill_ms / 1000
+    rate = policy.reprefill_tokens_per_second
+    return None if rate is None else request.tokens / rate
 
 
 def _known_prefix(entry: Entry, request: TranslateRequest) -> KVCache | None:
@@ -177,13 +209,6 @@ def _saved_seconds(request: TranslateRequest, verdict: Verdict) -> float:
     """What the caller does not pay: the target reads the tail natively in any case."""
     share = 1 - verdict.native_tail / request.tokens
     return math.inf if request.reprefill_ms is None else share * request.reprefill_ms / 1000
-
-
-def _below_break_even(
-    request: TranslateRequest, verdict: Verdict, expected: float | None
-) -> str | None:
-    slow = expected is not None and not expected < _saved_seconds(request, verdict)
-    return "below_break_even" if slow else None
 
 
 def _would_miss_deadline(

@@ -49,6 +49,12 @@ class Policy(BaseModel):
     native_tails: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="Native tails that may be chosen; all that were measured when empty."
     )
+    reprefill_tokens_per_second: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="The target's own prefill, for requests without reprefill_ms; none: unknown.",
+    )
     drift_budget: float | None = Field(
         0.5, gt=0, allow_inf_nan=False, description="Most that a session's KLs may add up to."
     )
@@ -81,6 +87,12 @@ class Policy(BaseModel):
         """The accept rule at a threshold that is this policy's, or tighter."""
         return Rule(max_kl, self.alpha, self.delta, self.risk, self.kl_clip)
 
+    def check(self) -> None:
+        """What only the policy in force can say of itself. Raises ValueError."""
+        if self.risk == "mean" and not self.kl_clip > self.max_kl:
+            limits = f"kl_clip {self.kl_clip:g} must be above max_kl {self.max_kl:g}"
+            raise ValueError(f"{limits}, or any mean meets it")
+
     @property
     def eps(self) -> float:
         """The share of violations that a breaker tolerates."""
@@ -92,11 +104,13 @@ class Policy(BaseModel):
 
 
 class Policies:
-    """The policy in force for each mapper id."""
+    """The policy in force for each mapper id. Raises ValueError for one that certifies nothing."""
 
     def __init__(self, default: Policy, pairs: Mapping[str, Policy]) -> None:
         self._default = Policy(**{name: getattr(default, name) for name in Policy.model_fields})
         self._pairs = {name: self._default.changed_by(pair) for name, pair in pairs.items()}
+        for policy in (self._default, *self._pairs.values()):
+            policy.check()
 
     def of(self, mapper_id: str) -> Policy:
         """That of one pair."""

@@ -106,6 +106,7 @@ _GROUPS = {
         "allow_unproven",
         "domains",
         "native_tails",
+        "reprefill_tokens_per_second",
         "drift_budget",
     ),
     "When earlier answers were not good enough": (

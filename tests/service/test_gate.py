@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,56 @@ def test_default_domain_stands_in_for_a_request_without(entry: Entry) -> None:
     assert ruling(entry, request(domain="chat"), default_domain="law").reason is None
 
 
-def test_time_decides_last(entry: Entry) -> None:
+@pytest.fixture
+def timed(entry: Entry) -> Iterator[Entry]:
+    """One that takes a millisecond a token."""
     entry.timing.__init__()  # type: ignore[misc]
     for _ in range(300):
         entry.timing.add(39, 0.039)
+    yield entry
+    entry.timing.__init__()  # type: ignore[misc]
+
+
+def test_what_cannot_be_worth_it_is_refused_before_the_evidence_is_asked(timed: Entry) -> None:
+    nothing = {"domain": "law", "max_kl": 1e-6, "hops": 9}
+    early = ruling(timed, request(reprefill_ms=40.0, **nothing))
+    assert (early.reason, early.kl_bound, early.rows) == ("below_break_even", None, 0)
+    assert ruling(timed, request(reprefill_ms=80.0, **nothing)).reason == "no_evidence"
+    # 40 tokens: 39 ms to translate the 39 before the smallest tail, which reading must exceed.
+    assert ruling(timed, request(reprefill_ms=40.1)).reason is None
+
+
+def test_a_pairs_own_prefill_rate_stands_in_for_reprefill_ms(timed: Entry) -> None:
+    assert ruling(timed, request()).reason is None
+    assert ruling(timed, request(), reprefill_tokens_per_second=900.0).reason is None
+    slow = ruling(timed, request(), reprefill_tokens_per_second=1100.0)
+    assert slow.reason == "below_break_even"
+    said = ruling(timed, request(reprefill_ms=80.0), reprefill_tokens_per_second=1100.0)
+    assert said.reason is None
+    # It is no deadline: nobody is known to wait.
+    assert ruling(timed, request(), 9.0, reprefill_tokens_per_second=900.0).reason is None
+
+
+def test_reasons_in_their_order(timed: Entry) -> None:
+    """Each step mends what the one before was refused for."""
+    open_breaker = Standing(
+        Settings(drift_budget=0.05), ("pair", "chat", 64), "open", probe_free=True, spent=0.04
+    )
+    steps: list[tuple[str, dict[str, Any], Standing]] = [
+        ("below_break_even", {"reprefill_ms": 1.0, "max_kl": 1e-6}, open_breaker),
+        ("certified_kl_exceeds_threshold", {"max_kl": 1e-6}, open_breaker),
+        ("drift_budget_exhausted", {}, open_breaker),
+        ("breaker_open", {}, open_breaker._replace(spent=0.0)),
+        ("would_miss_deadline", {}, open_breaker._replace(spent=0.0, phase="closed")),
+    ]
+    for reason, changes, standing in steps:
+        asked = request(**{"reprefill_ms": 80.0, **changes})
+        found = rule(timed, asked, standing, allow_unproven=False, pending_seconds=9.0)
+        assert found.reason == reason
+
+
+def test_time_decides_last(timed: Entry) -> None:
+    entry = timed
     assert ruling(entry, request(reprefill_ms=30.0)).reason == "below_break_even"
     assert ruling(entry, request(reprefill_ms=80.0)).reason is None
     late = ruling(entry, request(reprefill_ms=80.0), pending=0.05)
