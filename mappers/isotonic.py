@@ -22,14 +22,14 @@ class _Block(NamedTuple):
 
     start: float
     total: float
-    count: int
+    size: int
 
     @property
     def level(self) -> float:
-        return self.total / self.count
+        return self.total / self.size
 
     def joined(self, after: "_Block") -> "_Block":
-        return _Block(self.start, self.total + after.total, self.count + after.count)
+        return _Block(self.start, self.total + after.total, self.size + after.size)
 
 
 def isotonic(points: Iterable[tuple[float, float]]) -> Isotonic:
