@@ -9,7 +9,7 @@ from mappers.curve import layer_curve
 from mappers.evidence_rows import Arm, CurveRow, DriftRow, EvidenceRow
 from mappers.hops import drift
 from mappers.layer_measures import Sums, layer_sums
-from mappers.prompt_rows import Over, Prompt, prompt_rows
+from mappers.prompt_rows import BARE_TAILS, Over, Prompt, bare_rows, prompt_rows
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ def measure_document(
     """Every row of one document; ``wrong`` is another one's reading. ``deep``: curves as well."""
     _, rounded = read_all(bench.rounded, reading.ids, reading.lengths)
     rows: list[EvidenceRow] = []
-    for at, length in enumerate(reading.lengths):
-        prompt = Prompt(bench, document, domain, reading, length)
-        rows.append(prompt.row(Over(Arm.QUANTIZED), rounded[at], tail=length))
+    prompts = [Prompt(bench, document, domain, reading, length) for length in reading.lengths]
+    for prompt, logits in zip(prompts, rounded, strict=True):
+        rows.append(prompt.row(Over(Arm.QUANTIZED), logits, tail=prompt.length))
         rows += prompt_rows(prompt, wrong, deep)
+    for tail in sorted({*bench.native_tails, *BARE_TAILS}):
+        rows += bare_rows(prompts, tail)
     if not deep:
         return Found(tuple(rows), (), (), {})
     names = {"document": document, "domain": domain}

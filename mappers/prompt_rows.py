@@ -1,11 +1,12 @@
 """All evidence rows of one prompt: every arm with every native tail, over caches of every kind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mappers import hf_compat
 from mappers.arms import (
     CONTINUATION_TOKENS,
     Reading,
@@ -13,14 +14,12 @@ from mappers.arms import (
     greedy,
     probed,
     raw_source,
-    read_tail,
     score_tail,
     zero_cache,
 )
 from mappers.bench import Bench
 from mappers.cache import KVCache
 from mappers.evidence_rows import Arm, EvidenceRow
-from mappers.hf_compat import stacked
 from mappers.hops import handed_over
 from mappers.metrics import Reference
 from mappers.probe import PROBE_TOKENS, probe_error
@@ -92,23 +91,40 @@ class Prompt:
     def native_continuation(self) -> Tensor:
         """The target's own 32 greedy tokens after the prompt, int64 [32]."""
         model = self.bench.target.model
-        cache = stacked([self.reading.native.slice(0, self.length)], model.dtype, model.device)
+        cache = hf_compat.stacked(
+            [self.reading.native.slice(0, self.length)], model.dtype, model.device
+        )
         return greedy(model, cache, self.native_logits[:1].argmax(-1), self.length)[0]
 
 
 def prompt_rows(prompt: Prompt, wrong: Reading | None, deep: bool) -> Iterator[EvidenceRow]:
-    """All arms of one prompt but the quantized; ``deep``: with greedy continuations."""
+    """All arms of one prompt but quantized and bare; ``deep``: with greedy continuations."""
     whole = CONTINUATION_TOKENS if deep else None
     yield prompt.row(Over(Arm.NATIVE), prompt.native_logits, tail=prompt.length, agreement=whole)
     yield prompt.row(Over(Arm.SOURCE_ALONE), prompt.source_logits, tail=0)
     own = prompt.native_continuation() if deep else None
-    tails = prompt.bench.native_tails
     caches = {**_translated(prompt), **_hopped(prompt), **_controls(prompt, wrong)}
-    for tail in sorted({*tails, *BARE_TAILS}):
+    for tail in prompt.bench.native_tails:
         if tail < prompt.length:
-            yield _bare(prompt, tail)
-            if tail in tails:
-                yield from _tail(prompt, caches, tail, own)
+            yield from _tail(prompt, caches, tail, own)
+
+
+def bare_rows(prompts: Sequence[Prompt], tail: int) -> Iterator[EvidenceRow]:
+    """The last ``tail`` tokens of prompts of one document, read over nothing, in one batch."""
+    longer = [prompt for prompt in prompts if prompt.length > tail]
+    if not longer:
+        return
+    begins = torch.tensor([prompt.length - tail for prompt in longer])[:, None]
+    rows = begins + torch.arange(tail + CONTINUATION_TOKENS - 1)
+    logits, _ = hf_compat.read(
+        longer[0].bench.target.model,
+        longer[0].reading.ids[rows],
+        start_position=begins,
+        logits_at=torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS),
+    )
+    over = Over(Arm.NO_CONTEXT if tail == 1 else Arm.LAST_TOKENS)
+    for prompt, found in zip(longer, logits, strict=True):
+        yield prompt.row(over, found, tail=tail)
 
 
 def _translated(prompt: Prompt) -> Caches:
@@ -153,14 +169,6 @@ def _controls(prompt: Prompt, wrong: Reading | None) -> Caches:
     if raw is not None:
         caches[Over(Arm.RAW_SOURCE)] = raw
     return caches
-
-
-def _bare(prompt: Prompt, tail: int) -> EvidenceRow:
-    """The tail read over nothing."""
-    over = Over(Arm.NO_CONTEXT if tail == 1 else Arm.LAST_TOKENS)
-    target, ids = prompt.bench.target, prompt.reading.ids
-    logits = read_tail(target, [], ids, length=prompt.length, tail=tail)
-    return prompt.row(over, logits[0], tail=tail)
 
 
 def _tail(prompt: Prompt, caches: Caches, tail: int, own: Tensor | None) -> Iterator[EvidenceRow]:
