@@ -35,9 +35,12 @@ def reprefill(judged: Judged, reason: str) -> Response:
 
 
 def translated_head(
-    judged: Judged, target: Side, shadow: ShadowRequest | None
+    judged: Judged, target: Side, shadow: ShadowRequest | None, tail_token: str | None
 ) -> tuple[bytes, dict[str, str]]:
-    """The safetensors header that carries the receipt, and the HTTP headers."""
+    """The safetensors header that carries the receipt, and the HTTP headers.
+
+    Both tokens are the answer's one token.
+    """
     receipt, ruling = _receipt(judged, shadow), judged.ruling
     tensors = [(name, target.dtype, target.shape) for name in target.names]
     head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
@@ -57,6 +60,8 @@ def translated_head(
         headers["KVT-Unproven"] = "true"
     if shadow is not None:
         headers |= {"KVT-Shadow": "requested", "KVT-Feedback-Token": shadow.token}
+    if tail_token is not None:
+        headers |= {"KVT-Suffix": "accepted", "KVT-Feedback-Token": tail_token}
     return head, headers
 
 

@@ -34,6 +34,7 @@ from service.answer import (
 )
 from service.feedback import FeedbackReceipt, Lists, posted_feedback
 from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
+from service.tail_feedback import Suffix, SuffixReceipt, posted_tail
 from service.upload import Upload, announcing
 
 __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
@@ -125,6 +126,19 @@ class Client:
         """
         posted = posted_feedback(receipt, kl, native, translated)
         return self._document(FeedbackReceipt, "POST", "/feedback", **posted)
+
+    def suffix(
+        self, answer: Translated, *, tail_nll: float, source_tail_nll: float | None = None
+    ) -> Suffix:
+        """What the NLL of the native tail, in nats a token, says of the answer: keep it or prefill.
+
+        The mean over the tail's tokens but the first, as the target read them over the answer; the
+        source's of the same tokens makes it sharper. May be repeated. Raises ValueError for an
+        answer without ``tail_token``, NotTranslated when the service does not take it.
+        """
+        posted = posted_tail(answer.answer_id, answer.tail_token, tail_nll, source_tail_nll)
+        receipt = self._document(SuffixReceipt, "POST", "/feedback", **posted)
+        return receipt.suffix
 
     def plan(self, request: TranslateRequest) -> Plan:
         """The decision so far, without tensors. Raises NotTranslated when there is no plan."""
@@ -222,6 +236,14 @@ class AsyncClient:
         """As ``Client.feedback``."""
         posted = posted_feedback(receipt, kl, native, translated)
         return await self._document(FeedbackReceipt, "POST", "/feedback", **posted)
+
+    async def suffix(
+        self, answer: Translated, *, tail_nll: float, source_tail_nll: float | None = None
+    ) -> Suffix:
+        """As ``Client.suffix``."""
+        posted = posted_tail(answer.answer_id, answer.tail_token, tail_nll, source_tail_nll)
+        receipt = await self._document(SuffixReceipt, "POST", "/feedback", **posted)
+        return receipt.suffix
 
     async def plan(self, request: TranslateRequest) -> Plan:
         """As ``Client.plan``."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from starlette.responses import Response
 
+from mappers.suffix import SuffixCheck
 from service import answers, gate
 from service.body import Body, ClientGone
 from service.call import Call, Judged
@@ -256,7 +257,10 @@ def _emit(
     judged: Judged, running: Running, shadow: ShadowRequest | None, held: AsyncExitStack
 ) -> Response:
     settings = judged.call.service.settings
-    head, headers = answers.translated_head(judged, running.work.target, shadow)
+    tail_token = judged.call.service.guards.give_tail(
+        judged.call.request_id, judged.entry.id, _tail_checks(judged)
+    )
+    head, headers = answers.translated_head(judged, running.work.target, shadow, tail_token)
     return Stream(
         head,
         headers,
@@ -265,4 +269,18 @@ def _emit(
         ended=lambda cut: settle(judged, running, cut),
         grace_seconds=settings.body_grace_seconds,
         bytes_per_second=settings.body_bytes_per_second,
+    )
+
+
+def _tail_checks(judged: Judged) -> tuple[SuffixCheck, ...]:
+    """What can judge the native tail of such an answer; of all domains where none was named."""
+    request, ruling = judged.request, judged.ruling
+    domain = request.domain or judged.standing.policy.default_domain
+    probe_tokens = 0 if request.probe is None else request.probe.tokens
+    prefix_known = ruling.prefix is not None or probe_tokens > 0
+    kind = (prefix_known, request.hops, probe_tokens), ruling.native_tail
+    return tuple(
+        check
+        for (bucket, tail), check in judged.entry.loaded.suffix_checks.items()
+        if (bucket[1:], tail) == kind and domain in (None, bucket.domain)
     )

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,8 @@ from mappers.evidence import Evidence
 from mappers.identity import IdentityClaim, ModelIdentity, check
 from mappers.mapper import Mapper
 from mappers.probe import PROBE_TOKENS, ProbeQueries
+from mappers.suffix import Kind as SuffixKind
+from mappers.suffix import SuffixCheck, fit_suffix
 from mappers.translate import Translator
 from service.content import ContentGate
 from service.errors import Problem
@@ -43,6 +45,7 @@ class Loaded:
     gain: float
     offset: float
     probe_queries: ProbeQueries | None
+    suffix_checks: Mapping[SuffixKind, SuffixCheck]
 
 
 @dataclass(slots=True)
@@ -197,6 +200,7 @@ def _prepare(artifact: Artifact, device: str, timing: RunningFit) -> Loaded:
         gain=max(float(m.weight.float().abs().sum(0).max()) for m in maps),
         offset=max(float(m.bias.float().abs().max()) for m in maps),
         probe_queries=artifact.probe_queries,
+        suffix_checks=fit_suffix(artifact.evidence.rows if artifact.evidence else ()),
     )
     _try_out(loaded, timing)
     return loaded
