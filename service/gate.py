@@ -187,7 +187,8 @@ def _weigh(
 
 def _closed(verdict: Verdict, max_kl: float) -> Verdict:
     """A bound that is missing or not a number is no certificate, whatever the verdict says."""
-    if verdict.reason is None and not (verdict.kl_bound or 0.0) <= max_kl:
+    certified = verdict.kl_bound is not None and verdict.kl_bound <= max_kl
+    if verdict.reason is None and not certified:
         return verdict._replace(decision="reprefill", reason="certified_kl_exceeds_threshold")
     return verdict
 

@@ -60,9 +60,9 @@ def test_just_under_and_just_over(entry: Entry, max_kl: float, reason: str | Non
     assert ruling(entry, request(), max_kl=max_kl).reason == reason
 
 
-@pytest.mark.parametrize("bound", [math.nan, math.inf, Settings().max_kl + 0.001])
+@pytest.mark.parametrize("bound", [None, math.nan, math.inf, Settings().max_kl + 0.001])
 def test_c16_a_bound_that_is_no_number_fails_closed(
-    entry: Entry, monkeypatch: pytest.MonkeyPatch, bound: float
+    entry: Entry, monkeypatch: pytest.MonkeyPatch, bound: float | None
 ) -> None:
     monkeypatch.setattr(gate, "decide", lambda *_, **__: Verdict("translate", None, 1, bound, 60))
     assert ruling(entry, request()).reason == "certified_kl_exceeds_threshold"
