@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from mappers.arms import CONTINUATION_TOKENS, Reading
 from mappers.bench import Bench, Depth
@@ -13,6 +14,7 @@ from mappers.bounds import documents_needed
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
 from mappers.evidence import Evidence
+from mappers.evidence_rows import CurveRow, DriftRow, EvidenceRow, LayerRow
 from mappers.hops import sides
 from mappers.int8 import int8_weights
 from mappers.layer_measures import layer_rows
@@ -24,6 +26,8 @@ from mappers.probe import ProbeQueries
 from mappers.profile import CalibrationProfile, scorer
 from mappers.progress import steps
 from mappers.translate import Translator
+
+DomainRow = TypeVar("DomainRow", EvidenceRow, LayerRow, CurveRow, DriftRow)
 
 
 def evaluate(
@@ -70,7 +74,7 @@ def evaluate(
         corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
         beside = [profile is not None, probe_queries is not None]
         options = [corpora, [*lengths], [*native_tails], asdict(depth), beside]
-        partial = Partial(work, _digest([mapper, *([reverse] if reverse else [])], options))
+        partial = Partial(work, digest_of([mapper, *([reverse] if reverse else [])], options))
     measured = {
         domain: _domain(bench, corpus, domain, number, partial, progress)
         for number, (domain, corpus) in enumerate(texts.items())
@@ -84,6 +88,26 @@ def evaluate(
         layers=tuple(row for d, sums in looked_into.items() if sums for row in layer_rows(sums, d)),
         curve=tuple(row for one in found for row in one.curve),
         drift=tuple(row for one in found for row in one.drift),
+    )
+
+
+def merged(before: Evidence | None, after: Evidence) -> Evidence:
+    """``after``, and of ``before`` the domains that were not measured again, and tasks likewise."""
+    if before is None:
+        return after
+
+    def kept(rows: Iterable[DomainRow]) -> Iterator[DomainRow]:
+        return (row for row in rows if row.domain not in after.corpora)
+
+    again = {row.task for row in after.tasks}
+    return Evidence(
+        continuation_tokens=after.continuation_tokens,
+        corpora={**before.corpora, **after.corpora},
+        rows=(*kept(before.rows), *after.rows),
+        layers=(*kept(before.layers), *after.layers),
+        curve=(*kept(before.curve), *after.curve),
+        drift=(*kept(before.drift), *after.drift),
+        tasks=(*(row for row in before.tasks if row.task not in again), *after.tasks),
     )
 
 
@@ -170,7 +194,7 @@ def _domain(
     return found
 
 
-def _digest(mappers: Iterable[Mapper], options: object) -> str:
+def digest_of(mappers: Iterable[Mapper], options: object) -> str:
     """sha256 of the mappers' weights, models and recipe, and of the options."""
     running = hashlib.sha256(json.dumps(options).encode())
     for mapper in mappers:

@@ -8,6 +8,7 @@ rows                   ``EvidenceRow``: one document, length, native tail, hop c
 layers                 ``LayerRow``: R2, attention-output cosine and error concentration, by head
 curve                  ``CurveRow``: translated layers in a native cache, one by one and cumulated
 drift                  ``DriftRow``: conversations that are translated at every turn
+tasks                  ``TaskRow``: right answers to multiple-choice questions, where any were asked
 ====================== ============================================================================
 
 Each table is ``{"columns": [...], "values": [[...], ...]}``; ``evidence_rows.py`` defines columns.
@@ -41,6 +42,7 @@ from mappers.evidence_rows import (
     EvidenceRow,
     LayerRow,
     Row,
+    TaskRow,
     from_table,
     to_table,
 )
@@ -74,6 +76,7 @@ class Evidence(BaseModel):
     layers: tuple[LayerRow, ...] = ()
     curve: tuple[CurveRow, ...] = ()
     drift: tuple[DriftRow, ...] = ()
+    tasks: tuple[TaskRow, ...] = ()
 
     @field_validator(*TABLES, mode="before")
     @classmethod
