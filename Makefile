@@ -30,7 +30,8 @@ DEMO := mappers/demo
 ARTIFACTS := $(DEMO)/artifacts
 FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl --root $(ARTIFACTS)
 EVALUATE_DEMO := --held-out in_domain=$(DEMO)/text/held_out.jsonl \
-	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --documents 80
+	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --documents 80 \
+	--tasks $(DEMO)/text/next_sentence.jsonl
 GROW := --source $(DEMO)/small --target $(DEMO)/large
 SHRINK := --source $(DEMO)/large --target $(DEMO)/small
 
@@ -57,7 +58,7 @@ test-slow: $(DEVELOP)  ## The tests that take minutes
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
 
-fit-demo: $(RUNTIME)  ## Fit and measure both embedded mappers again
+fit-demo: $(DEVELOP)  ## Fit and measure both embedded mappers again
 	$(BIN)/kvt fit $(GROW) $(FIT_DEMO)
 	$(BIN)/kvt fit $(SHRINK) --k 8 $(FIT_DEMO)
 	$(BIN)/kvt evaluate $(ARTIFACTS)/small-to-large-* $(GROW) $(EVALUATE_DEMO) \

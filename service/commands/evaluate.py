@@ -100,6 +100,10 @@ def evaluate(
     if alpha is not None:
         require_documents(corpora, prompts, alpha=alpha, delta=delta)
     folder = work or artifact.resolve().parent / f".evaluate-{loaded.manifest.mapper_id}"
+    scores: tuple[TaskRow, ...] = ()
+    if score is not None:
+        scores = score(loaded.mapper, small, large, tasks or (), work=folder)
+        print_scores(scores)
     evidence = measure(
         loaded.mapper,
         small,
@@ -113,10 +117,7 @@ def evaluate(
         depth=Depth(documents=deep_documents, hops=hops, turns=turns),
         work=folder,
     )
-    if score is not None:
-        rows = score(loaded.mapper, small, large, tasks or (), work=folder)
-        print_scores(rows)
-        evidence = evidence.model_copy(update={"tasks": rows})
+    evidence = evidence.model_copy(update={"tasks": scores})
     evidence = merged(loaded.evidence if keep else None, evidence)
     report = render(loaded.manifest, evidence)
     typer.echo(artifacts.add_evidence(artifact, evidence, report))
