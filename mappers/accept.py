@@ -131,16 +131,15 @@ def _places(
     probe_tokens: int,
 ) -> list[Place] | str:
     """Buckets and lengths that must all pass, or why there are none."""
-    kind = (prefix_known, probe_tokens)
     buckets = [
         bucket
         for bucket in evidence.translated
-        if domain in (None, bucket.domain) and (bucket.prefix_known, bucket.probe_tokens) == kind
+        if domain in (None, bucket.domain) and bucket.prefix_known is prefix_known
     ]
     domains = {b.domain for b in buckets}
     if any(hops > max(b.hops for b in buckets if b.domain == d) for d in domains):
         return "drift_budget_exhausted"
-    own = [b for b in buckets if b.hops == hops]
+    own = [b for b in buckets if (b.hops, b.probe_tokens) == (hops, probe_tokens)]
     if not own or len(own) < len(domains):
         return "no_evidence"
     around = {bucket: _measured_around(tokens, evidence.translated[bucket]) for bucket in own}
@@ -188,14 +187,14 @@ def _decide_by_probe(
 
 
 def _near(rows: Sequence[EvidenceRow], rule: Rule, error: float) -> Sample:
-    edges = _edges(rows, rule)
+    edges = probe_edges(rows, rule)
     low, high = group_of(error, edges)
     near = [row for row in rows if row.probe_error is not None and low < row.probe_error < high]
     return Sample(_kls(near), rule._replace(delta=rule.delta / (len(edges) + 1)))
 
 
-def _edges(rows: Sequence[EvidenceRow], rule: Rule) -> tuple[float, ...]:
-    """Those of as many groups as leave enough documents in each."""
+def probe_edges(rows: Sequence[EvidenceRow], rule: Rule) -> tuple[float, ...]:
+    """Probe errors that part rows into as many groups as leave enough documents in each."""
     errors = [row.probe_error for row in rows if row.probe_error is not None]
     for groups in range(GROUPS_AT_MOST, 1, -1):
         needed = rule._replace(delta=rule.delta / groups).documents_needed()
@@ -205,7 +204,7 @@ def _edges(rows: Sequence[EvidenceRow], rule: Rule) -> tuple[float, ...]:
 
 
 def _an_error_of_each_group(cells: Sequence[Cell], rule: Rule) -> list[float]:
-    edges = {edge for cell in cells for rows in cell.values() for edge in _edges(rows, rule)}
+    edges = {edge for cell in cells for rows in cell.values() for edge in probe_edges(rows, rule)}
     return [-inf, *sorted(edges)]
 
 

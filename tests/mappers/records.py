@@ -1,5 +1,8 @@
 """Records of evidence whose every KL is chosen by the test."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from mappers.evidence import Arm, Evidence, EvidenceRow
 
 
@@ -29,6 +32,28 @@ def rows(
             nll=2.0,
         )
         for n in range(count)
+    ]
+
+
+def varied(
+    kls: Sequence[float],
+    *,
+    scores: Sequence[float] | None = None,
+    errors: Sequence[float] | None = None,
+    probe_tokens: int = 0,
+    **place: Any,
+) -> list[EvidenceRow]:
+    """Rows whose documents differ: in KL, and if given in score and probe error."""
+    return [
+        row.model_copy(
+            update={
+                "kl": kls[n],
+                "score": None if scores is None else scores[n],
+                "probe_tokens": probe_tokens,
+                "probe_error": None if errors is None else errors[n],
+            }
+        )
+        for n, row in enumerate(rows(0.0, count=len(kls), **place))
     ]
 
 
