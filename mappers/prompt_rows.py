@@ -22,7 +22,7 @@ from mappers.cache import KVCache
 from mappers.evidence_rows import Arm, EvidenceRow
 from mappers.hops import handed_over
 from mappers.metrics import Reference
-from mappers.probe import PROBE_TOKENS, probe_error
+from mappers.probe import PROBE_TOKENS, translation_error
 
 BARE_TAILS = (1, 64, 128)
 """Tails that are read over nothing even where no translation is measured with them."""
@@ -135,8 +135,11 @@ def _translated(prompt: Prompt) -> Caches:
         Over(Arm.TRANSLATED, False): reading.prefix_unknown,
     }
     if queries is not None and prompt.length > PROBE_TOKENS:
-        both = (c.slice(0, PROBE_TOKENS) for c in (reading.native, reading.prefix_known))
-        error = probe_error(queries, *both, length=prompt.length)
+        source, probe = (
+            reading.original.slice(0, prompt.length),
+            reading.native.slice(0, PROBE_TOKENS),
+        )
+        error = translation_error(queries, prompt.bench.translator, source, probe)
         over = Over(Arm.TRANSLATED, True, probe_tokens=PROBE_TOKENS, probe_error=error)
         native, mapped = (c.slice(0, prompt.length) for c in (reading.native, reading.prefix_known))
         caches[over] = probed(native, mapped, PROBE_TOKENS)
