@@ -109,7 +109,14 @@ def decide(
     Reasons: ``no_evidence``, ``drift_budget_exhausted``, ``length_not_certified``,
     ``certified_kl_exceeds_threshold``, and with a known error ``probe_kl_exceeds_threshold``.
     """
-    places = _places(evidence, tokens, domain, hops, prefix_known, probe_tokens)
+    places = places_of(
+        evidence,
+        tokens=tokens,
+        domain=domain,
+        hops=hops,
+        prefix_known=prefix_known,
+        probe_tokens=probe_tokens,
+    )
     if isinstance(places, str):
         return _refusal(places)
     limit = inf if hops else evidence.score_limit(domain)
@@ -122,8 +129,9 @@ def decide(
     return _smallest_tail(whole, idle, most)
 
 
-def _places(
+def places_of(
     evidence: Evidence,
+    *,
     tokens: int,
     domain: str | None,
     hops: int,

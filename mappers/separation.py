@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mappers.evidence import Bucket, Evidence, EvidenceRow
+from mappers.evidence import EvidenceRow
 from mappers.isotonic import isotonic
 
 LEAST_KL = 1e-6
@@ -71,19 +71,6 @@ def separation(rows: Iterable[EvidenceRow]) -> list[Separation]:
         forecast = _least_squares(fitted, names)(tested)
         found.append(_judged("together", forecast, forecast, kls, float(_kls(fitted).mean())))
     return found
-
-
-def expected_kl(
-    evidence: Evidence, bucket: Bucket, length: int, native_tail: int, score: float
-) -> float | None:
-    """Mean KL of measured documents as unfamiliar as this score, in nats a token.
-
-    It never falls as the score grows. It is a forecast of the mean, not a bound, and no document's
-    own KL. None where no scores were measured.
-    """
-    rows = evidence.translated.get(bucket, {}).get(length, {}).get(native_tail, ())
-    points = [(row.score, row.kl) for row in rows if row.score is not None]
-    return isotonic(points)(score) if points else None
 
 
 def _tail_excess(row: EvidenceRow) -> float | None:

@@ -87,6 +87,7 @@ def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
         block_tokens=request.block_tokens,
         dtype=request.target.kv_dtype or request.target.dtype,
         kl_bound=ruling.kl_bound,
+        expected_kl=ruling.expected_kl,
         max_kl=ruling.max_kl,
         risk=policy.risk,
         alpha=policy.alpha,

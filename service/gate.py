@@ -8,7 +8,8 @@ time. The first that is answered with no is the reason.
 import math
 from dataclasses import dataclass
 
-from mappers.accept import Verdict, decide
+from mappers import forecast
+from mappers.accept import Verdict, decide, places_of
 from mappers.cache import KVCache
 from service.guards import Standing
 from service.policy import Policy
@@ -50,6 +51,7 @@ class Ruling:
     expected_seconds: float | None
     provisional: bool = False
     probe_error: float | None = None
+    expected_kl: float | None = None
 
     @property
     def detail(self) -> str | None:
@@ -112,6 +114,25 @@ def rule(
         provisional=request.probe is not None and probe_error is None,
         probe_error=probe_error,
     )
+
+
+def expected_kl(
+    entry: Entry, request: TranslateRequest, policy: Policy, ruling: Ruling, score: object
+) -> float | None:
+    """The mean KL of measured prompts with such a score; None where there is nothing to say."""
+    if entry.evidence is None or not isinstance(score, float):
+        return None
+    places = places_of(
+        entry.evidence,
+        tokens=request.start_position + request.tokens,
+        domain=request.domain or policy.default_domain,
+        hops=request.hops,
+        prefix_known=request.probe is not None or ruling.prefix is not None,
+        probe_tokens=0 if request.probe is None else request.probe.tokens,
+    )
+    if isinstance(places, str):
+        return None
+    return forecast.expected_kl(entry.evidence, places, ruling.native_tail, score)
 
 
 def _smallest_tail(entry: Entry, policy: Policy) -> int:

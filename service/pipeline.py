@@ -62,6 +62,7 @@ async def translate(call: Call) -> Response:
         if shadow is None and judged.standing.phase == "half_open":
             return answers.reprefill(judged, "breaker_open")
         claim.kept = judged.ruling.drift
+        judged = _forecast(judged, work)
         return _emit(judged, running, shadow, held.pop_all())
 
 
@@ -211,6 +212,13 @@ def _ruled_again(judged: Judged, work: Translation) -> Judged:
         return judged
     judged.call.ledger.note(native_tail=work.ruling.native_tail)
     return replace(judged, ruling=work.ruling)
+
+
+def _forecast(judged: Judged, work: Translation) -> Judged:
+    """With the KL to be expected of a cache with this score."""
+    policy, score = judged.standing.policy, work.facts.get("score")
+    expected = gate.expected_kl(judged.entry, judged.request, policy, judged.ruling, score)
+    return replace(judged, ruling=replace(judged.ruling, expected_kl=expected))
 
 
 async def _ingest(call: Call, work: Translation) -> None:

@@ -155,6 +155,9 @@ class Receipt(BaseModel):
     block_tokens: int | None
     dtype: str
     kl_bound: float | None
+    expected_kl: float | None = Field(
+        None, description="Mean KL of measured prompts as unfamiliar as this one; no bound."
+    )
     max_kl: float
     risk: Risk
     alpha: float
@@ -265,6 +268,9 @@ class MapperInfo(BaseModel):
     certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
     probe_tokens: int = Field(0, description="Tokens of a probe; 0: it takes none.")
     error: str | None = Field(description="Why it could not be loaded.")
+    why_not_servable: str | None = Field(
+        None, description="Why every request is told to re-prefill; none: some are not."
+    )
     breakers: list[BreakerInfo] = Field(default_factory=list)
 
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mappers.evidence import Bucket, EvidenceRow
-from mappers.separation import Separation, expected_kl, separation, spearman
-from tests.mappers.records import evidence, varied
-
-CHAT = Bucket("chat", prefix_known=True, hops=0)
+from mappers.evidence import EvidenceRow
+from mappers.separation import Separation, separation, spearman
+from tests.mappers.records import varied
 
 
 def documents(seed: int = 0, count: int = 400) -> list[EvidenceRow]:
@@ -69,20 +67,6 @@ def test_the_order_of_the_rows_does_not_matter() -> None:
 def test_too_few_documents_say_nothing() -> None:
     assert separation(documents(count=15)) == []
     assert separation(varied([0.1] * 400)) == []
-
-
-def test_the_expected_kl_never_falls_with_the_score() -> None:
-    rows = documents()
-    record = evidence(rows)
-    levels = [expected_kl(record, CHAT, 128, 1, score) or 0.0 for score in np.linspace(-3, 3, 50)]
-    assert levels == sorted(levels)
-    mean = np.mean([row.kl for row in rows])
-    assert np.mean([expected_kl(record, CHAT, 128, 1, row.score or 0.0) or 0 for row in rows]) == (
-        pytest.approx(mean)
-    )
-    assert expected_kl(record, CHAT, 128, 2, 0.0) is None
-    assert expected_kl(record, CHAT._replace(domain="law"), 128, 1, 0.0) is None
-    assert expected_kl(evidence(varied([0.1] * 9)), CHAT, 128, 1, 0.0) is None
 
 
 def test_rank_correlation_by_counting() -> None:

@@ -3,19 +3,21 @@
 import json
 import math
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mappers.accept import Verdict
+from mappers.evidence import Evidence
 from service import gate
 from service.gate import DETAILS, Ruling, rule
 from service.guards import Standing
 from service.schemas import REASONS, TranslateRequest, read_request
 from service.settings import Settings
 from service.store import Entry, Store
-from tests.service.pair import KLS, document
+from tests.service.pair import KLS, ROWS, document
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +158,29 @@ def test_time_decides_last(timed: Entry) -> None:
     assert ruling(entry, request(**tight)).reason is None
     entry.timing.add(8, 10.0)
     assert ruling(entry, request(**tight)).reason == "below_break_even"
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "expected"),
+    [
+        ({}, 10.0, 0.01),
+        ({}, 50.0, 0.03),
+        ({}, None, None),
+        ({"domain": "law"}, 10.0, None),
+        ({"tokens": 200}, 10.0, None),
+    ],
+)
+def test_the_expected_kl_is_that_of_measured_prompts_with_such_a_score(
+    entry: Entry, changes: dict[str, Any], score: float | None, expected: float | None
+) -> None:
+    assert entry.evidence is not None
+    rows = [
+        row.model_copy(update={"score": float(n % ROWS), "kl": 0.01 if n % ROWS < 30 else 0.03})
+        for n, row in enumerate(entry.evidence.rows)
+    ]
+    scored = copy(entry)
+    scored.evidence = Evidence(continuation_tokens=32, corpora={}, rows=tuple(rows))
+    asked = request(**changes)
+    found = ruling(entry, request())
+    assert gate.expected_kl(scored, asked, Settings(), found, score) == expected
+    assert gate.expected_kl(entry, asked, Settings(), found, score) is None
