@@ -31,7 +31,7 @@ ARTIFACTS := $(DEMO)/artifacts
 FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl --root $(ARTIFACTS)
 EVALUATE_DEMO := --held-out in_domain=$(DEMO)/text/held_out.jsonl \
 	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --documents 80 \
-	--tasks $(DEMO)/text/next_sentence.jsonl
+	--tasks $(DEMO)/text/word_again.jsonl
 GROW := --source $(DEMO)/small --target $(DEMO)/large
 SHRINK := --source $(DEMO)/large --target $(DEMO)/small
 

@@ -103,7 +103,7 @@ class PairModel(LM):  # type: ignore[misc]  # lm-eval has no types
         ids: Tensor = torch.tensor(question)
         translated = len(question) - self.native_tail
         if self.reader != "translated" or translated < 1:
-            return None
+            return cache_of_text(self.answering, ids[:-1]) if len(question) > 1 else None
         original = cache_of_text(self.source, ids[:translated])
         exact = exact_prefix(self._prefixes, ids, cache_of_text(self.answering, ids[:1]))
         return self._translator.translate(original, prefix=exact, dtype=self.answering.model.dtype)

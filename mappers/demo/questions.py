@@ -1,9 +1,10 @@
-"""Which sentence comes next? Multiple-choice questions from the embedded family's held-out text.
+"""Which word, read before, comes next? Questions from the embedded family's held-out text.
 
     .venv/bin/python -m mappers.demo.questions
 
-writes ``text/next_sentence.jsonl``, a task file for ``kvt evaluate --tasks``. The wrong answers are
-sentences of other documents of the same source, so style alone does not tell.
+writes ``text/word_again.jsonl``, a task file for ``kvt evaluate --tasks``. Whoever has read the
+context can know the answer: it is a word of it, not of its end. The wrong answers are such words of
+other documents of the same source.
 """
 
 import json
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 TEXT = Path(__file__).parent / "text"
-QUESTIONS, CHOICES = 120, 4
-CONTEXT_CHARACTERS, ANSWER_WORDS = 1_500, 12
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+QUESTIONS, CHOICES = 200, 4
+CONTEXT_CHARACTERS, END_CHARACTERS = 1_200, 240
+_WORD = re.compile(r"(?<= )[A-Za-z]{6,}(?=[ ,.;:])")
 
 
 class Passage(NamedTuple):
-    """A text up to a sentence's end, and the first words of the next sentence."""
+    """A text that breaks off before a word that it has already had."""
 
     source: str
     licence: str
@@ -29,42 +30,39 @@ class Passage(NamedTuple):
 
 
 def passages(file: Path) -> list[Passage]:
-    """One from the middle of each document that is long enough."""
+    """The first of each document that has one."""
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
         document = json.loads(line)
-        ends = [match for match in _SENTENCE_END.finditer(document["text"])]
-        ends = [match for match in ends if match.start() >= CONTEXT_CHARACTERS]
-        for end in ends[len(ends) // 2 :]:
-            words = _SENTENCE_END.split(document["text"][end.end() :], maxsplit=1)[0].split()
-            if len(words) >= ANSWER_WORDS:
-                context = document["text"][end.start() - CONTEXT_CHARACTERS : end.start()]
-                answer = " ".join(words[:ANSWER_WORDS])
-                found.append(Passage(document["source"], document["licence"], context, answer))
+        for match in _WORD.finditer(document["text"], CONTEXT_CHARACTERS):
+            context = document["text"][match.start() - CONTEXT_CHARACTERS : match.start()].rstrip()
+            begun, end = context[:-END_CHARACTERS], context[-END_CHARACTERS:]
+            if match[0] in _WORD.findall(begun) and match[0] not in end:
+                found.append(Passage(document["source"], document["licence"], context, match[0]))
                 break
     return found
 
 
 def questions(found: list[Passage], chosen: random.Random) -> list[dict[str, object]]:
-    """As many questions as ``QUESTIONS``, each with its source and licence."""
-    by_source: dict[str, list[Passage]] = defaultdict(list)
+    """At most ``QUESTIONS``, each with its source and licence."""
+    words: dict[str, set[str]] = defaultdict(set)
     for passage in found:
-        by_source[passage.source].append(passage)
-    usable = [passage for passage in found if len(by_source[passage.source]) >= CHOICES]
+        words[passage.source].add(passage.answer)
     rows: list[dict[str, object]] = []
-    for passage in chosen.sample(usable, min(QUESTIONS, len(usable))):
-        others = [other.answer for other in by_source[passage.source] if other is not passage]
-        choices = [passage.answer, *chosen.sample(others, CHOICES - 1)]
-        chosen.shuffle(choices)
-        rows.append(
-            {
-                "source": passage.source,
-                "licence": passage.licence,
-                "question": passage.context,
-                "choices": choices,
-                "answer": choices.index(passage.answer),
-            }
-        )
+    for passage in chosen.sample(found, len(found)):
+        others = sorted(word for word in words[passage.source] if word not in passage.context)
+        if len(rows) < QUESTIONS and len(others) >= CHOICES - 1:
+            choices = [passage.answer, *chosen.sample(others, CHOICES - 1)]
+            chosen.shuffle(choices)
+            rows.append(
+                {
+                    "source": passage.source,
+                    "licence": passage.licence,
+                    "question": passage.context,
+                    "choices": choices,
+                    "answer": choices.index(passage.answer),
+                }
+            )
     return rows
 
 
@@ -72,7 +70,7 @@ def main() -> None:
     """Write the file; the same every time."""
     rows = questions(passages(TEXT / "held_out.jsonl"), random.Random(0))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (TEXT / "next_sentence.jsonl").write_text(lines, encoding="utf-8")
+    (TEXT / "word_again.jsonl").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":
