@@ -3,6 +3,8 @@
 import math
 from typing import Literal
 
+import structlog
+
 from service.audience import Audience
 from service.breaker import Breaker, Key, Sample
 from service.errors import Problem
@@ -11,6 +13,8 @@ from service.loss import loss_of, violates
 from service.policy import Policies
 from service.shadow import Shadow
 from service.state_file import Answer, StateFile
+
+log = structlog.get_logger("service.reports")
 
 
 class Reports:
@@ -79,7 +83,21 @@ class Reports:
         self._file.settle(answer.id, value, answer.key, after, now)
         if after is not None:  # only what is written down holds
             self.breakers[answer.key] = after
+            _say_moved(answer.key, breaker, after)
         return answer._replace(value=value, counted=counted)
+
+
+def _say_moved(key: Key, before: Breaker, after: Breaker) -> None:
+    """A log line where a breaker has opened or closed."""
+    if before.opened_seconds == after.opened_seconds:
+        return
+    facts = {"id": key.mapper, "domain": key.domain, "max_tokens": key.max_tokens}
+    if after.opened_seconds is None:
+        log.info("breaker closed", **facts, samples=before.samples + 1)
+    else:
+        # The last one is a violation, or it would not have opened.
+        violations = before.violations + 1
+        log.warning("breaker opened", **facts, samples=before.samples + 1, violations=violations)
 
 
 def _in_json(kl: float) -> float | Literal["NaN", "Infinity"]:

@@ -78,7 +78,7 @@ async def feedback(request: Request, service: TheService) -> FeedbackReceipt | S
 
     `KVT-Feedback-Token` is the header of that answer.
     """
-    counter = service.metrics.feedback
+    counter, facts = service.metrics.feedback, request.scope["kvt.facts"]
     try:
         if (bearer := service.settings.feedback_token) is not None:
             _bearer(request, bearer)
@@ -89,8 +89,11 @@ async def feedback(request: Request, service: TheService) -> FeedbackReceipt | S
         mapper_id, receipt = await service.guards.report(posted, token)
     except Problem as problem:
         counter.labels("unknown", problem.code).inc()
+        facts.update(outcome="refused", reason=problem.code)
         raise
-    counter.labels(mapper_id, "violation" if receipt.violation else "good").inc()
+    outcome = "violation" if receipt.violation else "good"
+    counter.labels(mapper_id, outcome).inc()
+    facts.update(pair=mapper_id, outcome=outcome, kl=receipt.kl, breaker=receipt.breaker)
     return receipt
 
 

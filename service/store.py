@@ -18,12 +18,14 @@ from mappers.evidence import Evidence
 from mappers.identity import IdentityClaim, ModelIdentity, check
 from mappers.mapper import Mapper
 from mappers.probe import PROBE_TOKENS, ProbeQueries
+from mappers.servable import why_not_servable
 from mappers.suffix import Kind as SuffixKind
 from mappers.suffix import SuffixCheck, fit_suffix
 from mappers.translate import Translator
 from service.content import ContentGate
 from service.errors import Problem
 from service.estimate import RunningFit
+from service.policy import Policies
 from service.schemas import MapperInfo, SideInfo
 from service.settings import Settings
 
@@ -61,6 +63,7 @@ class Entry:
     source: ModelIdentity | None = None
     target: ModelIdentity | None = None
     evidence: Evidence | None = None
+    why_not_servable: str | None = None
     timing: RunningFit = field(default_factory=RunningFit)
     _loaded: Loaded | None = None
 
@@ -107,6 +110,7 @@ class Entry:
             certified_tokens=sorted(lengths),
             probe_tokens=PROBE_TOKENS if self._loaded and self._loaded.probe_queries else 0,
             error=self.error,
+            why_not_servable=self.why_not_servable,
         )
 
 
@@ -140,12 +144,21 @@ class Store:
             _refuse_scales(artifact.mapper)
             device, timing = self._settings.device, entry.timing
             entry.put(artifact, self._on_device(lambda: _prepare(artifact, device, timing)))
+            entry.why_not_servable = self._why_not_servable(artifact)
         except KVTranslatorError as error:
             entry.error = str(error)
             entry.state = "ready" if entry.state == "ready" else "failed"
             raise
         finally:
             self._changing.release()
+
+    def _why_not_servable(self, artifact: Artifact) -> str | None:
+        # Asked once: it weighs every domain and length.
+        settings = self._settings
+        policy = Policies(settings, settings.pairs).of(artifact.manifest.mapper_id)
+        if artifact.evidence is None and settings.allow_unproven:
+            return None
+        return why_not_servable(artifact.evidence, policy.rule(policy.max_kl))
 
     def by_id(self, mapper_id: str) -> Entry:
         """Raises ``Problem`` 404."""

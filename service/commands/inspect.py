@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
+# n rows an input add about 1 / n to the error of a least-squares fit; rows of one text add more.
+_FEW_ROWS = 10
 _SERVED = Settings.model_fields
 
 
@@ -38,6 +40,15 @@ def inspect(
     delta: Annotated[
         float, typer.Option(help="1 - confidence of that.", rich_help_panel=_RULE)
     ] = _SERVED["delta"].default,
+    risk: Annotated[
+        Literal["exceedance", "mean"],
+        typer.Option(
+            help="What meets max_kl: all but a share alpha, or the mean.", rich_help_panel=_RULE
+        ),
+    ] = _SERVED["risk"].default,
+    kl_clip: Annotated[
+        float, typer.Option(help="Of the mean: a larger KL counts as this.", rich_help_panel=_RULE)
+    ] = _SERVED["kl_clip"].default,
 ) -> None:
     """Show an artifact: pair, recipe, sizes, measured KL, and for which prompts it may be used.
 
@@ -51,14 +62,17 @@ def inspect(
     del config
     if not (0 < alpha < 1 and 0 < delta < 1):
         raise typer.BadParameter("alpha and delta lie between 0 and 1")
+    if risk == "mean" and not kl_clip > max_kl:
+        raise typer.BadParameter("kl_clip must be above max_kl, or any mean meets it")
     loaded = artifacts.load(artifact)
     console = Console()
     console.print(_facts(loaded), _identities(loaded.manifest), sep="\n")
-    rule = Rule(max_kl, alpha, delta)
+    rule = Rule(max_kl, alpha, delta, risk, kl_clip)
     if loaded.evidence is not None:
         console.print(evidence_tables(loaded.evidence, rule))
     why = why_not_servable(loaded.evidence, rule)
     if why is not None:
+        why += _too_little_text(loaded)
         console.print(f"[bold]Not servable[/]: {escape(why)}.", soft_wrap=True)
 
 
@@ -78,7 +92,7 @@ def _facts(artifact: "Artifact") -> Table:
         "made": f"{manifest.created_at:%Y-%m-%d %H:%M} UTC, bundle {manifest.bundle_version}",
         "recipe": f"{manifest.recipe}, {read} source layers a target layer, ridge "
         f"{manifest.ridge:g}, first {manifest.skipped_positions} positions left out",
-        "fitted on": _calibration(manifest),
+        "fitted on": _calibration(artifact),
         "size": f"{manifest.weight_bytes / 1e6:.1f} MB of {manifest.weights_dtype} weights, "
         f"{manifest.prefix_bytes / 1e6:.2f} MB for {len(artifact.mapper.prefixes)} exact prefixes",
         "work": f"{manifest.flops_per_token / 1e6:.2f} MFLOP a token",
@@ -90,11 +104,26 @@ def _facts(artifact: "Artifact") -> Table:
     return table
 
 
-def _calibration(manifest: "Manifest") -> str:
-    facts = manifest.calibration
+def _calibration(artifact: "Artifact") -> str:
+    facts = artifact.manifest.calibration
     if facts is None:
         return "not said (imported)"
-    return f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.rows:,} rows"
+    read = f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.rows:,} rows"
+    return f"{read}, {_rows_an_input(artifact):.1f} an input"
+
+
+def _too_little_text(artifact: "Artifact") -> str:
+    """What is most often wrong with a mapper that is no good."""
+    if not _rows_an_input(artifact) < _FEW_ROWS:
+        return ""
+    return f"; it was fitted on only {_rows_an_input(artifact):.1f} rows an input"
+
+
+def _rows_an_input(artifact: "Artifact") -> float:
+    """Rows of the fit for each number that a map reads; infinite where they are not known."""
+    facts = artifact.manifest.calibration
+    inputs = max(layer.keys.weight.shape[0] for layer in artifact.mapper.layers)
+    return math.inf if facts is None else facts.rows / inputs
 
 
 def _identities(manifest: "Manifest") -> Table:
@@ -153,7 +182,6 @@ def _deep(evidence: "Evidence") -> Iterator[Table]:
 def _measured(
     evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: "Rule"
 ) -> Table:
-    from mappers.bounds import kl_bound
     from mappers.evidence import Arm
     from mappers.summary import by_setting, recovered
 
@@ -178,7 +206,7 @@ def _measured(
             f"{key.native_tail}",
             f"{cell.documents}",
             f"{cell.kl:.4f}",
-            nats(kl_bound([row.kl for row in kls], rule.alpha, rule.delta)),
+            nats(rule.bound([row.kl for row in kls])),
             "-" if alone is None else f"{alone.kl:.3f}",
             "-" if nothing is None else f"{nothing.kl:.3f}",
             f"{cell.top1:.1%}",
@@ -206,7 +234,7 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
     from mappers.accept import decide
 
     table = Table(
-        title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {1 - rule.alpha:.0%} of prompts, "
+        title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {_whom(rule)}, "
         f"{1 - rule.delta:.0%} sure",
         title_justify="left",
         box=box.SIMPLE,
@@ -229,6 +257,12 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
             ]
             table.add_row(domain, f"{length}", *(_said(verdict) for verdict in verdicts))
     return table
+
+
+def _whom(rule: "Rule") -> str:
+    if rule.risk == "mean":
+        return f"the mean, KLs cut at {rule.kl_clip:g}"
+    return f"{1 - rule.alpha:.0%} of prompts"
 
 
 def _said(verdict: "Verdict") -> str:

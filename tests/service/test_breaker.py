@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from service.breaker import MAX_CLIENTS, Breaker, Key, Sample, length_bucket
 from service.eprocess import EProcess, reserve
@@ -25,6 +26,7 @@ from tests.service.reporting import (
     breakers,
     elsewhere,
     outcomes,
+    post,
     report,
     served,
     until,
@@ -377,6 +379,30 @@ class TestService:
                 "clients": 0,
                 "opened_seconds_ago": None,
             }
+
+    def test_opening_closing_and_each_report_are_logged(
+        self, artifacts: Path, clock: Clock
+    ) -> None:
+        with served(self.settings(artifacts)) as client, capture_logs() as lines:
+            opened = until(client, "open", BREAKS, most=10)
+            clock.now += 61
+            closed = until(client, "closed", KEEPS, most=60)
+            post(client, {"answer_id": "0" * 32, "kl": 0.1}, "")
+        moves = [line for line in lines if line["event"].startswith("breaker")]
+        [mapper] = [path.name for path in artifacts.iterdir()]
+        key = {"id": mapper, "domain": "any", "max_tokens": 32}
+        assert [line | {"violations": 0} for line in moves] == [
+            {"event": "breaker opened", "log_level": "warning", "samples": opened} | key
+            | {"violations": 0},
+            {"event": "breaker closed", "log_level": "info", "samples": closed} | key
+            | {"violations": 0},
+        ]  # fmt: skip
+        assert moves[0]["violations"] == opened
+        reports = [line for line in lines if line.get("path") == "/feedback"]
+        assert len(reports) == opened + closed + 1
+        said = ("pair", "outcome", "kl", "breaker")
+        assert [reports[opened - 1][name] for name in said] == [mapper, "violation", BREAKS, "open"]
+        assert (reports[-1]["outcome"], reports[-1]["reason"]) == ("refused", "answer_not_found")
 
     def test_half_open_serves_so_many_probes_and_all_are_to_be_measured(
         self, artifacts: Path, clock: Clock
