@@ -28,6 +28,9 @@ from mappers.mondrian import GROUPS_AT_MOST, edges_of, group_of, smallest_group
 
 Risk = Literal["exceedance", "mean"]
 
+ROOM = 4
+"""How many times the documents that a rule needs at least are in each group of probe errors."""
+
 
 class Rule(NamedTuple):
     """When a translation is good enough; as in the service's settings. KLs in nats a token.
@@ -202,10 +205,15 @@ def _near(rows: Sequence[EvidenceRow], rule: Rule, error: float) -> Sample:
 
 
 def probe_edges(rows: Sequence[EvidenceRow], rule: Rule) -> tuple[float, ...]:
-    """Probe errors that part rows into as many groups as leave enough documents in each."""
+    """Probe errors that part rows into as many groups as leave enough documents in each.
+
+    Where there are just as many as the rule needs, only flawless ones pass: on the embedded pairs
+    two such groups were accepted with larger tails than one of both. So a group has several times
+    as many.
+    """
     errors = [row.probe_error for row in rows if row.probe_error is not None]
     for groups in range(GROUPS_AT_MOST, 1, -1):
-        needed = rule._replace(delta=rule.delta / groups).documents_needed()
+        needed = ROOM * rule._replace(delta=rule.delta / groups).documents_needed()
         if smallest_group(len(errors), groups) >= needed:
             return edges_of(errors, groups)
     return ()

@@ -170,14 +170,14 @@ class TestScores:
 
 
 class TestProbes:
-    """150 documents: three groups of 50, 49 and 49, whose edges are the errors 50 and 100."""
+    """450 documents: three groups of 150, 149 and 149; their edges are the errors 150 and 300."""
 
-    ERRORS = [float(n) for n in range(150)]
-    KLS = [0.01] * 50 + [0.03] * 50 + [0.09] * 50
+    ERRORS = [float(n) for n in range(450)]
+    KLS = [0.01] * 150 + [0.03] * 150 + [0.09] * 150
 
     def record(self, **changes: Any) -> Evidence:
         probed = varied(self.KLS, errors=self.ERRORS, probe_tokens=64, **changes)
-        longer = varied([0.01] * 150, errors=self.ERRORS, probe_tokens=64, tail=32)
+        longer = varied([0.01] * 450, errors=self.ERRORS, probe_tokens=64, tail=32)
         return evidence(rows(0.2), probed, longer)
 
     @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ class TestProbes:
         [
             (None, ("translate", None, 1, 0.01)),
             (0.0, ("translate", None, 1, 0.01)),
-            (49.9, ("translate", None, 1, 0.01)),
-            (50.0, ("translate", None, 1, 0.03)),
-            (99.0, ("translate", None, 1, 0.03)),
-            (100.0, ("translate", None, 32, 0.01)),
+            (149.9, ("translate", None, 1, 0.01)),
+            (150.0, ("translate", None, 1, 0.03)),
+            (299.0, ("translate", None, 1, 0.03)),
+            (300.0, ("translate", None, 32, 0.01)),
             (1e9, ("translate", None, 32, 0.01)),
             (NAN, ("reprefill", "probe_kl_exceeds_threshold", 0, None)),
             (math.inf, ("reprefill", "probe_kl_exceeds_threshold", 0, None)),
@@ -204,16 +204,17 @@ class TestProbes:
         asked = {"probe_tokens": 64, "native_tails": (1,), "delta": 0.08}
         assert rule(self.record(), **asked)[:3] == ("translate", None, 1)
         refused = ("reprefill", "probe_kl_exceeds_threshold", 0, 0.09)
-        assert rule(self.record(), probe_error=120.0, **asked) == refused
+        assert rule(self.record(), probe_error=320.0, **asked) == refused
         hopeless = rule(self.record(), max_kl=0.001, **asked)
         assert hopeless[1] == "certified_kl_exceeds_threshold"
 
     def test_every_group_is_tested_at_its_share_of_delta(self) -> None:
-        # 1 of 49 above the threshold: too many at 0.1 / 3, not at 0.1.
-        kls = [0.01] * 98 + [0.09] + [0.01] * 51
+        # 8 of 149 above the threshold: too many at 0.08 / 3, not at 0.08.
+        kls = [0.01] * 292 + [0.09] * 8 + [0.01] * 150
         record = evidence(varied(kls, errors=self.ERRORS, probe_tokens=64))
-        assert rule(record, probe_tokens=64, probe_error=75.0, max_kl=0.05)[0] == "reprefill"
-        assert rule(evidence(varied(kls[51:100])))[0] == "translate"
+        asked = {"probe_tokens": 64, "probe_error": 200.0, "delta": 0.08}
+        assert rule(record, **asked)[0] == "reprefill"
+        assert rule(evidence(varied(kls[151:300])), delta=0.08)[0] == "translate"
 
     def test_too_few_documents_are_one_group(self) -> None:
         kls = [0.01] * 29 + [0.09]

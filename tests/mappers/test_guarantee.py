@@ -97,7 +97,7 @@ def test_with_probes_the_promise_holds_in_all_groups_at_once(risk: str) -> None:
     rng = np.random.default_rng(9)
     truth = draw(rng, POPULATION)
     rule = a_hair_too_strict(truth, 1, Rule(0.1, ALPHA, DELTA, risk, CLIP))  # type: ignore[arg-type]
-    runs = [groups(record(draw(rng, 150), 64), truth, rule) for _ in range(RUNS)]
+    runs = [groups(record(draw(rng, 300), 64), truth, rule) for _ in range(RUNS)]
     assert np.mean([max(found) > 1 for found, _ in runs]) <= MAY_FAIL
     # The groups differ in what they are served, or there would be no point in them.
     assert np.mean([len(set(tails)) > 1 for _, tails in runs]) >= 0.5

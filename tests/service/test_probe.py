@@ -36,7 +36,7 @@ TOKENS = 100
 NEAR = {1: 0.004, 8: 0.003, 32: 0.002}
 FAR = {1: 0.2, 8: 0.05, 32: 0.01}
 EDGE = 0.25
-DOCUMENTS = 240
+DOCUMENTS = 700  # enough for four groups
 
 
 def queries() -> ProbeQueries:
