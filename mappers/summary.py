@@ -235,7 +235,8 @@ def _paired(groups: Sequence[Sequence[EvidenceRow]], measure: str) -> Floats:
 
 
 def _ends(means: Floats) -> Interval:
-    low, high = np.quantile(means, [0.025, 0.975])
+    with np.errstate(invalid="ignore"):  # between infinite means
+        low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
