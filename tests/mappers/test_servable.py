@@ -65,7 +65,7 @@ def test_the_line(evidence: Evidence | None, line: str | None) -> None:
 
 def test_the_line_follows_the_risk() -> None:
     rule = Rule(max_kl=0.3, alpha=0.1, delta=0.05, risk="mean", kl_clip=2.0)
-    assert why_not_servable(record(0.15, 0.5, 0.9), rule) is None
+    assert why_not_servable(record(0.05, 0.5, 0.9), rule) is None
     few = why_not_servable(record(0.2, 0.5, 0.9, documents=5), rule) or ""
     assert f"5 documents of a length were measured, {rule.documents_needed()} are needed" in few
     assert "lowest certified KL is" in (why_not_servable(record(0.8, 0.9, 1.5), rule) or "")
