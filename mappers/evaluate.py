@@ -117,9 +117,10 @@ def require_documents(
     """Raise TooFewData, before any model runs, where a domain could not be certified at any length.
 
     A certificate that P(KL > threshold) <= ``alpha`` with confidence 1 - ``delta`` needs at least
-    ln(delta) / ln(1 - alpha) documents of a length, however good they are.
+    ln(delta) / ln(1 - alpha) documents of a length and one more, however good they are.
     """
-    needed = documents_needed(alpha, delta)
+    # The document that sets the score's limit does not count (accept.py).
+    needed = documents_needed(alpha, delta) + 1
     for domain, corpus in texts.items():
         counts = {
             n: sum(len(ids) >= n + CONTINUATION_TOKENS for ids in corpus.windows) for n in lengths

@@ -74,7 +74,7 @@ def test_too_few_documents_says_how_many_are_needed(family: Path, fitted: Path) 
     before = (fitted / "evidence.json").read_bytes()
     asked = ("--alpha", 0.1, "--delta", 0.05)
     result = kvt(*arguments(family, fitted), *SMALL, *asked)
-    assert_one_line(result, Code.DATA, "3 documents", "need 29")
+    assert_one_line(result, Code.DATA, "3 documents", "need 30")
     assert (fitted / "evidence.json").read_bytes() == before
     refused = kvt(*fit_arguments(family, "small", "large", "never"), "--documents", 5, *asked)
     assert refused.exit_code == Code.DATA
