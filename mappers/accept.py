@@ -8,7 +8,8 @@ tested is the policy that serves, so that the confidence is the policy's:
     drawn alike, independently. No other assumption is made, and none can be spared.
 -   Rows whose score is at the limit of their domain or beyond it do not count, because such
     requests are refused. The limit is made of scores alone; given it, the documents below are
-    independent draws of those that are accepted, and the one that sets it is not.
+    independent draws of those that are accepted, and the one that sets it is not. (A document sets
+    it with the largest score of its lengths; at the others this is so up to one document.)
 -   Tails are tested from the largest allowed down, and testing stops at the first that fails. A
     fixed sequence needs no correction: to choose a tail wrongly, the first that is truly too bad
     must pass its test, which happens with probability delta at most.

@@ -165,5 +165,5 @@ def test_a_fit_that_asks_for_a_level_fails_before_any_model_runs(
 
     monkeypatch.setattr(fitting, "collect", lambda *_, **__: pytest.fail("a model was run"))
     asked = plan.model_copy(update={"alpha": 0.1, "delta": 0.05})
-    with pytest.raises(TooFewData, match="a: 4 documents .* need 29"):
+    with pytest.raises(TooFewData, match="a: 4 documents .* need 30"):
         fit_pair(asked, source, target, progress=False)
