@@ -6,10 +6,10 @@ its title and description. The same figure gives the same bytes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from io import StringIO
 from math import isfinite, nan
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
@@ -58,21 +58,6 @@ _GOAL = "threshold"
 _NAMESPACE = re.compile(r"\{[^}]*\}")
 _DECIMALS = re.compile(r"\d+\.\d{3,}")
 _REFERENCE = re.compile(r"#([\w-]+)")
-
-
-class Table(NamedTuple):
-    """Numbers behind a plot or by themselves; a cell is a text, or one with a smaller remark."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str | tuple[str, str]]]
-
-
-class Panel(NamedTuple):
-    """One plot with what it shows in words and in numbers."""
-
-    caption: str
-    svg: Markup
-    table: Table
 
 
 def draw(

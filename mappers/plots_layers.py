@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -96,15 +97,16 @@ def layer_measures(
     """Measures by layer: a dot for each head, a line for their mean."""
 
     def paint(figure: Figure) -> None:
-        for axes, (title, shown) in zip(figure.subplots(1, 3), _MEASURES.items(), strict=True):
+        parts = figure.subplots(1, len(_MEASURES))
+        for axes, (title, shown) in zip(parts, _MEASURES.items(), strict=True):
             for number, (label, measure) in enumerate(shown.items()):
                 _dots(axes, heads.get(measure, {}), SERIES[number], "os^"[number], label)
             axes.set_title(title)
             axes.set_xlabel("target layer")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             if len(shown) > 1:
-                axes.legend(loc="lower left" if number > 1 else "upper right")
-        axes.axhline(1, color=SERIES[5], linewidth=1, linestyle=(0, (4, 2)))
+                axes.legend(**_BELOW)
+        parts[-1].axhline(1, color=SERIES[5], linewidth=1, linestyle=(0, (4, 2)))
 
     return draw(
         name,
@@ -113,14 +115,17 @@ def layer_measures(
         "concentration of the error, by target layer; a dot is a head, the line their mean.",
         paint,
         width=WHOLE_INCHES,
-        height=3.1,
+        height=3.3,
     )
 
 
+_BELOW: Any = dict(
+    loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=3, handlelength=1.2, columnspacing=1.2
+)
 _MEASURES = {
     "R² on held-out tokens": {
-        "keys, RoPE stripped": "r2_keys",
-        "keys as cached": "r2_keys_cached",
+        "keys": "r2_keys",
+        "keys with RoPE": "r2_keys_cached",
         "values": "r2_values",
     },
     "cosine of the attention's output": {"cosine": "attention_cosine"},

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from mappers.evidence_rows import Arm, LayerRow
 from mappers.findings import Findings, bare
 from mappers.manifest import Manifest
-from mappers.plots import Panel, Table
 from mappers.plots_acceptance import acceptance
 from mappers.plots_drift import drift_curve
 from mappers.plots_kl import arms, ends, kl_by_length
 from mappers.plots_layers import heat_map, layer_curve, layer_measures
 from mappers.report_tables import (
+    Table,
     acceptance_table,
+    all_arms_table,
     arm_name,
     arms_of,
     arms_table,
@@ -36,6 +38,13 @@ THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The columns of the acceptance table, in nats a token, beside the threshold in force."""
 
 STAIRS = tuple(float(t) for t in np.geomspace(0.01, 3, 121))
+
+
+class Panel(NamedTuple):
+    """One plot and what it is of."""
+
+    caption: str
+    svg: Markup
 
 
 class Section(NamedTuple):
@@ -67,7 +76,7 @@ def sections(manifest: Manifest, findings: Findings) -> Iterator[Section]:
 
 
 def _kl(findings: Findings) -> Section:
-    panels, more = [], {}
+    panels, more, kept = [], {}, {}
     keys = [key for domain in findings.domains for key in findings.translated(domain)]
     both = (k for key in keys for k in (key, bare(key)) if k in findings.cells)
     span = ends(findings.cells[key] for key in both)
@@ -81,8 +90,9 @@ def _kl(findings: Findings) -> Section:
         if own:
             look: dict[str, Any] = dict(max_kl=findings.rule.max_kl, span=span)
             svg = kl_by_length(f"kl-{number}", domain, own, alone, **look)
-            panels.append(Panel(domain, svg, kl_table(findings, domain)))
-            more[f"{domain}: what is kept of having read the prompt"] = kept_table(findings, domain)
+            panels.append(Panel(domain, svg))
+            more[f"{domain}: numbers"] = kl_table(findings, domain)
+            kept[f"{domain}: gap and context recovered"] = kept_table(findings, domain)
     return Section(
         "kl",
         "KL against the target's own cache",
@@ -92,7 +102,7 @@ def _kl(findings: Findings) -> Section:
         "dashed one, translating gives nothing. Gap recovered is (source NLL - translated NLL) / "
         "(source NLL - native NLL), context recovered 1 - KL / KL(no context); a dash: undefined.",
         panels,
-        more=more,
+        more=more | kept,
     )
 
 
@@ -103,12 +113,13 @@ def _acceptance(findings: Findings) -> Section:
     stairs = {t: verdicts(evidence, rule._replace(max_kl=t)) for t in STAIRS if t < most}
     shown = [t for t in sorted({*THRESHOLDS, rule.max_kl}) if t < most]
     found = {t: verdicts(evidence, rule._replace(max_kl=t)) for t in shown}
-    panels = []
+    panels, more = [], {}
     for number, domain in enumerate(findings.domains):
         shares = translated_shares(stairs, domain)
         if shares:
             svg = acceptance(f"acceptance-{number}", domain, list(stairs), shares, rule.max_kl)
-            panels.append(Panel(domain, svg, acceptance_table(found, domain)))
+            panels.append(Panel(domain, svg))
+            more[f"{domain}: numbers"] = acceptance_table(found, domain)
     return Section(
         "acceptance",
         "Acceptance against the threshold",
@@ -116,11 +127,12 @@ def _acceptance(findings: Findings) -> Section:
         "all but the smallest native tail that is certified. In the tables: that tail and its "
         "share of the prompt; all: re-prefill.",
         panels,
+        more=more,
     )
 
 
 def _arms(findings: Findings) -> Section:
-    panels, more = [], {}
+    panels, tables, more = [], {}, {}
     examples = {d: findings.example(d, Arm.WRONG_DOCUMENT) for d in findings.domains}
     beside = {d: arms_of(findings, key) for d, key in examples.items() if key is not None}
     span = ends(cell for found in beside.values() for _, cell in found)
@@ -130,9 +142,9 @@ def _arms(findings: Findings) -> Section:
             look: dict[str, Any] = dict(max_kl=findings.rule.max_kl, span=span)
             svg = arms(f"arms-{number}", domain, shown, **look)
             caption = f"{domain}, {key.length} tokens, native tail {key.native_tail}"
-            panels.append(Panel(caption, svg, arms_table(findings, [key])))
-            every = arms_table(findings, findings.translated(domain))
-            more[f"{domain}: every arm at every length and tail"] = every
+            panels.append(Panel(caption, svg))
+            tables[caption] = arms_table(findings, key)
+            more[f"{domain}: every length and tail"] = all_arms_table(findings, domain)
     return Section(
         "arms",
         "Arms",
@@ -140,34 +152,38 @@ def _arms(findings: Findings) -> Section:
         "target with weights in 8 bits, which reads everything itself, is a yardstick of a small "
         "KL. Differences are paired: on the same documents, with 95 % intervals.",
         panels,
-        more=more,
+        tables,
+        more,
     )
 
 
 def _curve(findings: Findings) -> Section:
-    points, panels = curve_points(findings.evidence.curve), []
+    points, panels, more = curve_points(findings.evidence.curve), [], {}
     for number, domain in enumerate(dict.fromkeys(key[0] for key in points)):
         one, up_to = (
             {layer: p for (d, m, layer), p in points.items() if (d, m) == (domain, mode)}
             for mode in ("one", "up_to")
         )
         svg = layer_curve(f"curve-{number}", domain, one, up_to)
-        panels.append(Panel(domain, svg, curve_table(one, up_to)))
+        panels.append(Panel(domain, svg))
+        more[f"{domain}: numbers"] = curve_table(one, up_to)
     return Section(
         "curve",
         "Where in the target the errors arise",
         "Translated keys and values in one layer of the native cache at a time, and in all "
         "layers from the first up to one, at the longest prompts; bands are 95 % intervals.",
         panels,
+        more=more,
     )
 
 
 def _drift(findings: Findings) -> Section:
-    points, panels = drift_points(findings.evidence.drift), []
+    points, panels, more = drift_points(findings.evidence.drift), [], {}
     for number, domain in enumerate(dict.fromkeys(key[0] for key in points)):
         turns = {turn: found for (d, turn), found in points.items() if d == domain}
         svg = drift_curve(f"drift-{number}", domain, turns)
-        panels.append(Panel(domain, svg, drift_table(turns)))
+        panels.append(Panel(domain, svg))
+        more[f"{domain}: numbers"] = drift_table(turns)
     return Section(
         "drift",
         "Drift over turns",
@@ -175,6 +191,7 @@ def _drift(findings: Findings) -> Section:
         "what it was given, then all is translated into the other's cache. Against it: one "
         "translation of a native cache of the same tokens. Bands are 95 % intervals.",
         panels,
+        more=more,
     )
 
 
@@ -182,13 +199,14 @@ def _measures(findings: Findings) -> Section:
     domains: dict[str, list[LayerRow]] = defaultdict(list)
     for row in findings.evidence.layers:
         domains[row.domain].append(row)
-    panels = []
+    panels, more = [], {}
     for number, (domain, rows) in enumerate(domains.items()):
         heads: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in rows:
             heads[row.measure][row.layer].append(row.value)
         svg = layer_measures(f"layers-{number}", domain, heads)
-        panels.append(Panel(domain, svg, measures_table(heads)))
+        panels.append(Panel(domain, svg))
+        more[f"{domain}: numbers"] = measures_table(heads)
     return Section(
         "layers",
         "Layers and heads",
@@ -196,6 +214,7 @@ def _measures(findings: Findings) -> Section:
         "Error concentration above 1: the errors lie where attention reads. In the tables: the "
         "mean over heads, with the lowest and the highest.",
         panels,
+        more=more,
         whole=True,
     )
 
@@ -213,11 +232,12 @@ def _tasks(findings: Findings) -> Section:
 
 
 def _matrices(manifest: Manifest) -> Section:
-    panels = []
+    panels, more = [], {}
     for name, r2 in (("keys", manifest.r2_keys), ("values", manifest.r2_values)):
         if r2 is not None:
             svg = heat_map(f"r2-{name}", name, r2, manifest.sources)
-            panels.append(Panel(name, svg, matrix_table(r2)))
+            panels.append(Panel(name, svg))
+            more[f"{name}: numbers"] = matrix_table(r2)
     every = all(len(layers) == manifest.source.num_layers for layers in manifest.sources)
     read = "The mapper reads all of them." if every else "Framed: the layers that the mapper reads."
     return Section(
@@ -225,4 +245,5 @@ def _matrices(manifest: Manifest) -> Section:
         "Which source layer predicts which target layer",
         f"R² of one source layer alone, on the calibration text. {read}",
         panels,
+        more=more,
     )

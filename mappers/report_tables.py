@@ -3,18 +3,26 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from mappers.accept import Verdict
 from mappers.evidence import Arm
 from mappers.evidence_rows import TaskMeasure, TaskRow
 from mappers.findings import Findings, bare
-from mappers.plots import Table
 from mappers.summary import Cell, Point, Setting, Turn, compared, recovered, recovered_intervals
 
 Text = str | tuple[str, str]
+"""What a cell says, maybe with a smaller remark."""
 Answers = Mapping[float, Mapping[Setting, Verdict]]
 """What the rule says to every kind of prompt, by threshold."""
+
+
+class Table(NamedTuple):
+    """Numbers as they are shown."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Text]]
+
 
 NAMES = {
     Arm.TRANSLATED: "translated",
@@ -101,34 +109,42 @@ def arms_of(findings: Findings, key: Setting) -> list[tuple[Setting, Cell]]:
     return sorted(found, key=lambda pair: _order(pair[0]))
 
 
-def arms_table(findings: Findings, keys: Sequence[Setting]) -> Table:
-    """Every measure of every arm, and its KL minus that of the plain translation with that tail."""
+def arms_table(findings: Findings, key: Setting) -> Table:
+    """The arms beside a translated setting, with every measure."""
+    rows = [
+        [arm_name(other), *_measures(findings, key, other, cell)]
+        for other, cell in arms_of(findings, key)
+    ]
+    return Table(("arm", *_MEASURES), rows)
 
-    def row(own: Setting, key: Setting, cell: Cell) -> list[Text]:
-        against = compared(findings.rows, key, own) if key != own else None
-        difference = "-" if against is None else within(*against[1:])
-        return [
-            arm_name(key),
-            f"{key.length}",
-            f"{own.native_tail}",
-            f"{cell.documents}",
-            _kl(cell),
-            difference,
-            *map(_if_taken, (cell.kl_p95, cell.kl_p99)),
-            nats(cell.kl_worst),
-            *map(percent, (cell.top1, cell.top5)),
-            nats(cell.nll),
-            _if_taken(cell.agreement),
-        ]
 
-    shown = [row(own, key, cell) for own in keys for key, cell in arms_of(findings, own)]
-    return Table(
-        (
-            *("arm", "prompt tokens", "native tail", "documents", "KL", "KL minus translated's"),
-            *("p95", "p99", "worst", "top-1", "top-5", "NLL", "same greedy tokens"),
-        ),
-        shown,
-    )
+def all_arms_table(findings: Findings, domain: str) -> Table:
+    """The same at every length and tail that were translated."""
+    rows = [
+        [arm_name(key), f"{key.length}", f"{own.native_tail}", *_measures(findings, own, key, cell)]
+        for own in findings.translated(domain)
+        for key, cell in arms_of(findings, own)
+    ]
+    return Table(("arm", "prompt tokens", "native tail", *_MEASURES), rows)
+
+
+_MEASURES = (
+    *("documents", "KL", "KL minus translated's", "KL p95", "KL p99", "worst KL"),
+    *("top-1", "top-5", "NLL", "same greedy tokens"),
+)
+
+
+def _measures(findings: Findings, own: Setting, key: Setting, cell: Cell) -> Iterator[Text]:
+    """Every measure of an arm, and its KL minus that of the translation beside it."""
+    against = compared(findings.rows, key, own) if key != own else None
+    yield f"{cell.documents}"
+    yield _kl(cell)
+    yield "-" if against is None else within(*against[1:])
+    yield from map(_if_taken, (cell.kl_p95, cell.kl_p99))
+    yield nats(cell.kl_worst)
+    yield from map(percent, (cell.top1, cell.top5))
+    yield nats(cell.nll)
+    yield _if_taken(cell.agreement)
 
 
 def acceptance_table(found: Answers, domain: str) -> Table:

@@ -1,5 +1,7 @@
 """The report's first screen: the verdict in one sentence, and where the mapper may serve."""
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mappers.accept import Rule, Verdict
@@ -45,8 +47,7 @@ def sentence(findings: Findings) -> str:
     known = {key: found for key, found in findings.verdicts.items() if key.prefix_known}
     refused = [key for key, found in known.items() if found.decision != "translate"]
     count = f"{len(known) - len(refused)} of" if refused else "all"
-    places = ", ".join(f"{key.domain} of {key.length} tokens" for key in refused)
-    where = f" (not {places})" if refused else ""
+    where = f" (not {_places(refused)})" if refused else ""
     return (
         f"Servable {threshold}: {count} {len(known)} measured kinds of prompt are "
         f"certified{where}{_gain(findings)}."
@@ -80,6 +81,14 @@ def promise(rule: Rule) -> str:
     return f"{share} {confidence}"
 
 
+def _places(keys: Sequence[Setting]) -> str:
+    """Lengths by domain."""
+    lengths: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        lengths[key.domain].append(f"{key.length}")
+    return "; ".join(f"{domain} of {', '.join(of)} tokens" for domain, of in lengths.items())
+
+
 def _place(findings: Findings, key: Setting, verdict: Verdict) -> Place:
     if verdict.decision == "translate":
         share = 1 - verdict.native_tail / key.length
@@ -106,7 +115,7 @@ def _gain(findings: Findings) -> str:
     against = "better than" if own < alone else "no better than"
     context = recovered(findings.cells, key).context
     return (
-        f"; on {key.domain} prompts of {key.length} tokens, the last {key.native_tail} of them "
-        f"read natively, the mean KL is {nats(own)}, {against} that tail alone ({nats(alone)}), "
-        f"with {percent(context)} of the context recovered"
+        f"; on {key.domain} prompts of {key.length} tokens with a native tail of "
+        f"{key.native_tail}, the mean KL is {nats(own)}, {against} that tail alone "
+        f"({nats(alone)}), and {percent(context)} of the context is recovered"
     )
