@@ -112,7 +112,7 @@ def arms_of(findings: Findings, key: Setting) -> list[tuple[Setting, Cell]]:
 def arms_table(findings: Findings, key: Setting) -> Table:
     """The arms beside a translated setting, with every measure."""
     rows = [
-        [arm_name(other), *_measures(findings, key, other, cell)]
+        [_arm(other, cell), *_measures(findings, key, other, cell)]
         for other, cell in arms_of(findings, key)
     ]
     return Table(("arm", *_MEASURES), rows)
@@ -121,7 +121,8 @@ def arms_table(findings: Findings, key: Setting) -> Table:
 def all_arms_table(findings: Findings, domain: str) -> Table:
     """The same at every length and tail that were translated."""
     rows = [
-        [arm_name(key), f"{key.length}", f"{own.native_tail}", *_measures(findings, own, key, cell)]
+        [_arm(key, cell), f"{key.length}", f"{own.native_tail}"]
+        + [*_measures(findings, own, key, cell)]
         for own in findings.translated(domain)
         for key, cell in arms_of(findings, own)
     ]
@@ -129,15 +130,18 @@ def all_arms_table(findings: Findings, domain: str) -> Table:
 
 
 _MEASURES = (
-    *("documents", "KL", "KL minus translated's", "KL p95", "KL p99", "worst KL"),
+    *("KL", "KL minus translated's", "KL p95", "KL p99", "worst KL"),
     *("top-1", "top-5", "NLL", "same greedy tokens"),
 )
+
+
+def _arm(key: Setting, cell: Cell) -> Text:
+    return arm_name(key), f"{cell.documents} documents"
 
 
 def _measures(findings: Findings, own: Setting, key: Setting, cell: Cell) -> Iterator[Text]:
     """Every measure of an arm, and its KL minus that of the translation beside it."""
     against = compared(findings.rows, key, own) if key != own else None
-    yield f"{cell.documents}"
     yield _kl(cell)
     yield "-" if against is None else within(*against[1:])
     yield from map(_if_taken, (cell.kl_p95, cell.kl_p99))
