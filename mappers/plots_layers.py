@@ -39,7 +39,9 @@ def heat_map(
         norm = BoundaryNorm(_LEVELS, colours.N, extend="min")
         mesh = axes.pcolormesh(matrix, cmap=colours, norm=norm)
         axes.grid(False)
-        figure.colorbar(mesh, ax=axes, label="R² of this layer alone", ticks=_LEVELS[::2])
+        figure.colorbar(
+            mesh, ax=axes, label="R\N{SUPERSCRIPT TWO} of this layer alone", ticks=_LEVELS[::2]
+        )
         if matrix.size <= NUMBERED_CELLS:
             _write_numbers(axes, matrix)
         if any(len(set(layers)) < sources for layers in read):
@@ -123,7 +125,7 @@ _BELOW: Any = dict(
     loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=3, handlelength=1.2, columnspacing=1.2
 )
 _MEASURES = {
-    "R² on held-out tokens": {
+    "R\N{SUPERSCRIPT TWO} on held-out tokens": {
         "keys": "r2_keys",
         "keys with RoPE": "r2_keys_cached",
         "values": "r2_values",

@@ -24,7 +24,7 @@ RULE = Rule(max_kl=0.15, alpha=0.1, delta=0.05)
 
 
 def render(manifest: Manifest, evidence: Evidence, *, rule: Rule = RULE) -> str:
-    """The whole page, with verdicts under ``rule``."""
+    """The whole page, with verdicts under ``rule``; in ASCII, whatever names are written in."""
     findings = Findings(evidence, rule)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -33,7 +33,7 @@ def render(manifest: Manifest, evidence: Evidence, *, rule: Rule = RULE) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(
+    page = environment.get_template("report.html.j2").render(
         manifest=manifest,
         evidence=evidence,
         evidence_digest=f"sha256:{hashlib.sha256(evidence.model_dump_json().encode()).hexdigest()}",
@@ -46,6 +46,7 @@ def render(manifest: Manifest, evidence: Evidence, *, rule: Rule = RULE) -> str:
         documents=_documents(evidence),
         identities=list(_identities(manifest.source, manifest.target)),
     )
+    return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _documents(evidence: Evidence) -> dict[str, int]:

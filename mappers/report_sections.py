@@ -243,7 +243,7 @@ def _matrices(manifest: Manifest) -> Section:
     return Section(
         "r2",
         "Which source layer predicts which target layer",
-        f"R² of one source layer alone, on the calibration text. {read}",
+        f"R\N{SUPERSCRIPT TWO} of one source layer alone, on the calibration text. {read}",
         panels,
         more=more,
     )

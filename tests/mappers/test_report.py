@@ -70,6 +70,7 @@ def test_the_page_is_whole_and_closed_to_the_network(text: str, page: Page) -> N
     assert {value[0] for name, value in page.attributes if name == "href" and value} <= {"#"}
     assert not {"src", "srcset", "onload", "xmlns"} & {name for name, _ in page.attributes}
     assert "://" not in text
+    assert text.isascii()
     assert set(re.findall(r"url\(.", text)) <= {"url(#"}
 
 
