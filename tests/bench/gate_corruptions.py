@@ -87,9 +87,8 @@ def corruption_lines(family: Family, *, length: int, count: int) -> Iterator[Lin
     yield from served_lines(spoiler)
     for longer in (2 * length, 4 * length, 8 * length):
         more = Spoiler(family, unseen(family, length=longer, count=count))
-        yield _line(
-            f"theta_off_by_2_percent_{longer}_tokens", _seen(more, "theta_off_by_2_percent")
-        )
+        for name in ("none", "theta_off_by_2_percent"):
+            yield _line(f"{name}_{longer}_tokens", _seen(more, name))
     yield made_smaller(spoiler)
 
 
