@@ -27,9 +27,13 @@ DEVELOP := $(VENV)/.develop
 .PHONY: help install demo serve test test-slow bench fit-demo clean
 
 DEMO := mappers/demo
-FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl \
-	--held-out in_domain=$(DEMO)/text/held_out.jsonl \
-	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --root $(DEMO)/artifacts
+ARTIFACTS := $(DEMO)/artifacts
+FIT_DEMO := --calibration $(DEMO)/text/calibration.jsonl --root $(ARTIFACTS)
+EVALUATE_DEMO := --held-out in_domain=$(DEMO)/text/held_out.jsonl \
+	--held-out out_of_domain=$(DEMO)/text/out_of_domain.jsonl --documents 80 \
+	--tasks $(DEMO)/text/word_again.jsonl
+GROW := --source $(DEMO)/small --target $(DEMO)/large
+SHRINK := --source $(DEMO)/large --target $(DEMO)/small
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,9 +58,13 @@ test-slow: $(DEVELOP)  ## The tests that take minutes
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
 
-fit-demo: $(RUNTIME)  ## Fit both embedded mappers again, from the committed models and texts
-	$(BIN)/kvt fit --source $(DEMO)/small --target $(DEMO)/large $(FIT_DEMO) $(ARGS)
-	$(BIN)/kvt fit --source $(DEMO)/large --target $(DEMO)/small --k 8 $(FIT_DEMO) $(ARGS)
+fit-demo: $(DEVELOP)  ## Fit and measure both embedded mappers again
+	$(BIN)/kvt fit $(GROW) $(FIT_DEMO)
+	$(BIN)/kvt fit $(SHRINK) --k 8 $(FIT_DEMO)
+	$(BIN)/kvt evaluate $(ARTIFACTS)/small-to-large-* $(GROW) $(EVALUATE_DEMO) \
+		--reverse $(ARTIFACTS)/large-to-small-*
+	$(BIN)/kvt evaluate $(ARTIFACTS)/large-to-small-* $(SHRINK) $(EVALUATE_DEMO) \
+		--reverse $(ARTIFACTS)/small-to-large-*
 
 clean:  ## Remove .venv and every cache
 	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -74,5 +82,5 @@ $(RUNTIME): $(PACKAGING) | $(CREATED)
 	@touch $@
 
 $(DEVELOP): $(RUNTIME)
-	$(PIP) --editable '.[dev,gguf,train]'
+	$(PIP) --editable '.[dev,gguf,tasks,train]'
 	@touch $@

@@ -6,6 +6,7 @@ distributions at the 32 positions T - 1 ... T + 30 are what is compared.
 
 - native: its own cache; one pass over the text gives all lengths, since attention is causal
 - translated: the mapper's cache, its first tokens exact (prefix known) or mapped like the rest
+- translated, with a probe: the first 64 tokens are the target's own besides
 - wrong document: the translated cache of another text of the same domain, first tokens exact
 - raw source: the source's own cache as it is, target layer l reading source layer
   round(l (L_s - 1) / (L_t - 1)), the one at the same share of the depth; only where heads and
@@ -19,7 +20,7 @@ distributions at the 32 positions T - 1 ... T + 30 are what is compared.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
+from mappers.scored import read_scored
 from mappers.translate import Translator
 
 CONTINUATION_TOKENS = 32
@@ -38,6 +40,7 @@ CONTINUATION_TOKENS = 32
 class Reading:
     """One document as both models see it; ``*_logits`` are [lengths, 32, vocabulary].
 
+    ``source_nll`` [T - 2], nats, is of all tokens but the first and the last, for the source.
     ``exact_tokens`` of ``prefix_known`` are the target's own.
     """
 
@@ -47,6 +50,7 @@ class Reading:
     original: KVCache
     native_logits: Tensor
     source_logits: Tensor
+    source_nll: Tensor
     prefix_known: KVCache
     prefix_unknown: KVCache
     exact_tokens: int
@@ -54,6 +58,22 @@ class Reading:
     def next_ids(self, length: int) -> Tensor:
         """The text's own continuation of a prompt of ``length`` tokens, int64 [32]."""
         return self.ids[length : length + CONTINUATION_TOKENS]
+
+    def source_tail_nll(self, length: int, tail: int) -> float | None:
+        """Mean over the prompt's last ``tail`` tokens but the first of them; None without any."""
+        return float(self.source_nll[length - tail : length - 1].mean()) if tail > 1 else None
+
+
+class TailReading(NamedTuple):
+    """What the target made of a tail over B caches, with a batch of caches that goes on from there.
+
+    ``logits`` [B, 32, vocabulary]; ``nll`` [B], the mean over the tail's own tokens but the first
+    in nats, NaN for a tail of one token.
+    """
+
+    logits: Tensor
+    nll: Tensor
+    cache: Cache
 
 
 def read_document(
@@ -71,7 +91,8 @@ def read_document(
     fitting = tuple(n for n in lengths if n + CONTINUATION_TOKENS <= len(ids))
     ids = ids[: max(fitting) + CONTINUATION_TOKENS]
     native, native_logits = read_all(target.model, ids, fitting)
-    original, source_logits = read_all(source.model, ids, fitting)
+    read = read_scored(source.model, ids[None, :-1], logits_at=_after(fitting))
+    original = from_hf(read.cache)
     exact, dtype = exact_prefix(prefixes, ids, native), target.model.dtype
     return Reading(
         ids=ids,
@@ -79,7 +100,8 @@ def read_document(
         native=native,
         original=original,
         native_logits=native_logits,
-        source_logits=source_logits,
+        source_logits=read.logits[0].view(len(fitting), CONTINUATION_TOKENS, -1),
+        source_nll=read.nll[0],
         prefix_known=translator.translate(original, prefix=exact, dtype=dtype),
         prefix_unknown=translator.translate(original, prefix=None, dtype=dtype),
         exact_tokens=exact.tokens,
@@ -94,22 +116,29 @@ def read_tail(
     ``caches`` hold at least the first ``length - tail`` tokens; with none of them the tail is read
     over nothing (B is 1 then).
     """
-    return _read_tail(target, caches, ids, length=length, tail=tail)[0]
+    read, options = _tail_over(target, caches, ids, length, tail)
+    return hf_compat.read(target.model, read, **options)[0]
 
 
-def read_and_continue(
+def score_tail(
     target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
-) -> tuple[Tensor, Tensor]:
-    """``read_tail`` over at least one cache, and 32 greedy tokens after the prompt, int64 [B, 32].
+) -> TailReading:
+    """``read_tail`` that scores the tail's own tokens too."""
+    read, options = _tail_over(target, caches, ids, length, tail)
+    logits, nll, cache = read_scored(target.model, read, **options)
+    return TailReading(logits, nll[:, : tail - 1].mean(dim=1), cache)
 
-    The prompt is not read twice: the greedy tokens go on from what the tail's reading left.
+
+def continued(target: LoadedModel, reading: TailReading, length: int) -> Tensor:
+    """32 greedy tokens after a prompt of ``length`` tokens, int64 [B, 32].
+
+    The prompt is not read twice: they go on from what the tail's reading left.
     """
-    logits, cache = _read_tail(target, caches, ids, length=length, tail=tail)
     prompt = DynamicCache()
     whole: Any  # plain layers all, for ``stacked`` made them
-    for layer, whole in enumerate(cache.layers):
+    for layer, whole in enumerate(reading.cache.layers):
         prompt.update(whole.keys[:, :, :length], whole.values[:, :, :length], layer)
-    return logits, greedy(target.model, prompt, logits[:, 0].argmax(-1), length)
+    return greedy(target.model, prompt, reading.logits[:, 0].argmax(-1), length)
 
 
 def greedy(model: PreTrainedModel, cache: Cache, first: Tensor, position: int) -> Tensor:
@@ -128,8 +157,7 @@ def greedy(model: PreTrainedModel, cache: Cache, first: Tensor, position: int) -
 
 def read_all(model: PreTrainedModel, ids: Tensor, lengths: Sequence[int]) -> tuple[KVCache, Tensor]:
     """A model's cache of all ``ids`` [T] but the last, and its logits after each prompt length."""
-    at = torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
-    logits, cache = hf_compat.read(model, ids[None, :-1], logits_at=at)
+    logits, cache = hf_compat.read(model, ids[None, :-1], logits_at=_after(lengths))
     return from_hf(cache), logits[0].view(len(lengths), CONTINUATION_TOKENS, -1)
 
 
@@ -146,6 +174,19 @@ def raw_source(original: KVCache, target: LoadedModel) -> KVCache | None:
     return KVCache(tuple(keys), tuple(values), original.positions)
 
 
+def probed(native: KVCache, mapped: KVCache, tokens: int) -> KVCache:
+    """``mapped`` with its first ``tokens`` tokens replaced by the target's own; copied."""
+
+    def splice(own: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([own[:tokens], other[tokens:]])
+
+    return KVCache(
+        tuple(map(splice, native.keys, mapped.keys)),
+        tuple(map(splice, native.values, mapped.values)),
+        mapped.positions,
+    )
+
+
 def zero_cache(native: KVCache) -> KVCache:
     """Zeros where the native cache has keys and values."""
     zeros = (torch.zeros_like(native.keys[0]),) * native.num_layers
@@ -158,13 +199,21 @@ def exact_prefix(prefixes: ExactPrefixes, ids: Tensor, native: KVCache) -> KVCac
     return native.slice(0, 1) if match is None else match[1]
 
 
-def _read_tail(
-    target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, *, length: int, tail: int
-) -> tuple[Tensor, Cache]:
+def _after(lengths: Sequence[int]) -> Tensor:
+    """The 32 positions whose predictions count after each prompt, end to end."""
+    return torch.cat([torch.arange(n - 1, n - 1 + CONTINUATION_TOKENS) for n in lengths])
+
+
+def _tail_over(
+    target: LoadedModel, caches: Sequence[KVCache], ids: Tensor, length: int, tail: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """What is read, ids [B, tail + 31], and the options of reading it over the caches."""
     begin, end = length - tail, length + CONTINUATION_TOKENS - 1
     cut = [cache.slice(0, begin) for cache in caches]
     model = target.model
-    cache = hf_compat.stacked(cut, model.dtype, model.device) if cut else None
-    batch = ids[begin:end].expand(max(1, len(caches)), -1)
-    at = torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS)
-    return hf_compat.read(model, batch, cache=cache, start_position=begin, logits_at=at)
+    options = {
+        "cache": hf_compat.stacked(cut, model.dtype, model.device) if cut else None,
+        "start_position": begin,
+        "logits_at": torch.arange(tail - 1, tail - 1 + CONTINUATION_TOKENS),
+    }
+    return ids[begin:end].expand(max(1, len(caches)), -1), options

@@ -6,6 +6,7 @@ weights.safetensors  ``target.{layer}.{k|v}.{W|b}``: W ``[inputs, H_t * D_t]``, 
                      ``target.{layer}.k.norm`` ``[D_t]`` where keys are put back on their norm
 prefixes.safetensors ``ExactPrefixes``: the target's KV of known first tokens
 profile.safetensors  ``CalibrationProfile``: what the source's caches look like; may be missing
+probe.safetensors    ``ProbeQueries``: what the target's attention asks of a probe; may be missing
 evidence.json        ``Evidence``: how good the translations are; may be missing, or added later
 report.html          the same for people; may be missing
 SHA256SUMS           digests of all of these; its own digest is the artifact's
@@ -35,6 +36,8 @@ from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
 from mappers.mapper import AffineMap, Heads, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
+from mappers.probe import ProbeQueries
+from mappers.probe import bytes_at_most as probe_bytes_at_most
 from mappers.profile import CalibrationProfile, bytes_at_most
 from mappers.recipes import RECIPES, check_shapes, flops_per_token, reads_of
 from mappers.tensor_file import HEADER_BYTES_AT_MOST, pack, unpack
@@ -42,11 +45,13 @@ from mappers.tensor_file import HEADER_BYTES_AT_MOST, pack, unpack
 __all__ = ["Artifact", "add_evidence", "find", "load", "load_manifest", "publish"]
 
 MANIFEST, WEIGHTS, PREFIXES = "manifest.json", "weights.safetensors", "prefixes.safetensors"
-PROFILE, EVIDENCE, REPORT = "profile.safetensors", "evidence.json", "report.html"
+PROFILE, PROBE = "profile.safetensors", "probe.safetensors"
+EVIDENCE, REPORT = "evidence.json", "report.html"
 
 _NORM = "target.{}.k.norm"
 _NEEDED = {MANIFEST, WEIGHTS, PREFIXES}
-_ALLOWED = _NEEDED | {PROFILE, EVIDENCE, REPORT}
+_OPTIONAL = {PROFILE, PROBE}
+_ALLOWED = _NEEDED | _OPTIONAL | {EVIDENCE, REPORT}
 _MANIFEST_BYTES_AT_MOST = 16 << 20
 _EVIDENCE_BYTES_AT_MOST = 256 << 20
 _REPORT_BYTES_AT_MOST = 64 << 20
@@ -65,6 +70,7 @@ class Artifact:
     evidence: Evidence | None
     digest: str
     profile: CalibrationProfile | None = None
+    probe_queries: ProbeQueries | None = None
 
 
 def publish(
@@ -75,6 +81,7 @@ def publish(
     report_html: str | None = None,
     *,
     profile: CalibrationProfile | None = None,
+    probe_queries: ProbeQueries | None = None,
 ) -> Path:
     """Write a mapper as ``<root>/<mapper_id>``, replacing an older one of that id; the folder.
 
@@ -90,6 +97,7 @@ def publish(
         WEIGHTS: pack(weights),
         PREFIXES: pack(prefixes),
         **({} if profile is None else {PROFILE: pack(profile.tensors())}),
+        **({} if probe_queries is None else {PROBE: pack(probe_queries.tensors())}),
         **_findings(evidence, report_html),
     }
     return publish_folder(root, manifest.mapper_id, files)
@@ -103,7 +111,7 @@ def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None)
     with open_folder(path) as folder:
         manifest = _read_manifest(folder, path)
         limits = _limits(manifest)
-        names = sorted((_NEEDED | {PROFILE}) & folder.sums.keys())
+        names = sorted((_NEEDED | _OPTIONAL) & folder.sums.keys())
         kept = {name: [folder.read(name, at_most=limits[name])] for name in names}
     files: dict[str, Parts] = {
         **{name: [memoryview(part) for part in parts] for name, parts in kept.items()},
@@ -126,11 +134,12 @@ def load(path: Path) -> Artifact:
         mapper = _mapper(manifest, unpack(data[WEIGHTS]), unpack(data[PREFIXES]))
         evidence = _evidence(data.get(EVIDENCE))
         profile = _profile(manifest, data.get(PROFILE))
+        probe_queries = _probe_queries(manifest, data.get(PROBE))
     except ArtifactError:
         raise
     except KVTranslatorError as error:
         raise ArtifactError(str(error)) from error
-    return Artifact(mapper, manifest, evidence, digest, profile)
+    return Artifact(mapper, manifest, evidence, digest, profile, probe_queries)
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -277,6 +286,7 @@ def _limits(manifest: Manifest) -> dict[str, int]:
         WEIGHTS: manifest.weight_bytes + header,
         PREFIXES: manifest.prefix_bytes + header,
         PROFILE: bytes_at_most(manifest.source) + header,
+        PROBE: probe_bytes_at_most(manifest.target) + header,
         EVIDENCE: _EVIDENCE_BYTES_AT_MOST,
         REPORT: _REPORT_BYTES_AT_MOST,
     }
@@ -328,3 +338,7 @@ def _evidence(raw: bytearray | None) -> Evidence | None:
 
 def _profile(manifest: Manifest, raw: bytearray | None) -> CalibrationProfile | None:
     return None if raw is None else CalibrationProfile.from_tensors(unpack(raw), manifest.source)
+
+
+def _probe_queries(manifest: Manifest, raw: bytearray | None) -> ProbeQueries | None:
+    return None if raw is None else ProbeQueries.from_tensors(unpack(raw), manifest.target)

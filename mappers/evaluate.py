@@ -2,25 +2,32 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from mappers.arms import CONTINUATION_TOKENS, Reading
+from mappers.bench import Bench, Depth
+from mappers.bounds import documents_needed
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
-from mappers.evidence import Evidence, documents_needed
+from mappers.evidence import Evidence
+from mappers.evidence_rows import CurveRow, DriftRow, EvidenceRow, LayerRow
 from mappers.hops import sides
 from mappers.int8 import int8_weights
 from mappers.layer_measures import layer_rows
 from mappers.mapper import Mapper
-from mappers.measure import Bench, Depth, Found, measure_document
+from mappers.measure import Found, measure_document
 from mappers.models import LoadedModel
 from mappers.partial import Partial
+from mappers.probe import ProbeQueries
 from mappers.profile import CalibrationProfile, scorer
 from mappers.progress import steps
 from mappers.translate import Translator
+
+DomainRow = TypeVar("DomainRow", EvidenceRow, LayerRow, CurveRow, DriftRow)
 
 
 def evaluate(
@@ -32,6 +39,7 @@ def evaluate(
     lengths: Sequence[int],
     native_tails: Sequence[int],
     profile: CalibrationProfile | None = None,
+    probe_queries: ProbeQueries | None = None,
     reverse: Mapper | None = None,
     depth: Depth | None = None,
     work: Path | None = None,
@@ -40,8 +48,9 @@ def evaluate(
     """Evidence over the texts of all domains, from ``evaluation_texts``.
 
     ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. ``profile``, the artifact's,
-    gives rows their score. ``reverse``, the mapper from the target to the source, is needed for
+    continuation, with the tails that are shorter than the prompt. ``profile`` and
+    ``probe_queries`` are the artifact's: one gives rows their score, without the other none have a
+    probe. ``reverse``, the mapper from the target to the source, is needed for
     hops and drift. What each document gave is kept in ``work``, so that a stopped evaluation goes
     on where it was, to the same evidence; without a folder it starts anew. It is the caller's to
     remove.
@@ -55,6 +64,7 @@ def evaluate(
         rounded=int8_weights(target.model),
         pair=None if reverse is None else sides(source, target, mapper, reverse),
         score=scorer(profile, mapper),
+        probe_queries=probe_queries,
         lengths=tuple(lengths),
         native_tails=tuple(native_tails),
         depth=depth,
@@ -62,8 +72,9 @@ def evaluate(
     partial = None
     if work is not None:
         corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
-        options = [corpora, [*lengths], [*native_tails], asdict(depth)]
-        partial = Partial(work, _digest([mapper, *([reverse] if reverse else [])], options))
+        beside = [profile is not None, probe_queries is not None]
+        options = [corpora, [*lengths], [*native_tails], asdict(depth), beside]
+        partial = Partial(work, digest_of([mapper, *([reverse] if reverse else [])], options))
     measured = {
         domain: _domain(bench, corpus, domain, number, partial, progress)
         for number, (domain, corpus) in enumerate(texts.items())
@@ -80,15 +91,36 @@ def evaluate(
     )
 
 
+def merged(before: Evidence | None, after: Evidence) -> Evidence:
+    """``after``, and of ``before`` the domains that were not measured again, and tasks likewise."""
+    if before is None:
+        return after
+
+    def kept(rows: Iterable[DomainRow]) -> Iterator[DomainRow]:
+        return (row for row in rows if row.domain not in after.corpora)
+
+    again = {row.task for row in after.tasks}
+    return Evidence(
+        continuation_tokens=after.continuation_tokens,
+        corpora={**before.corpora, **after.corpora},
+        rows=(*kept(before.rows), *after.rows),
+        layers=(*kept(before.layers), *after.layers),
+        curve=(*kept(before.curve), *after.curve),
+        drift=(*kept(before.drift), *after.drift),
+        tasks=(*(row for row in before.tasks if row.task not in again), *after.tasks),
+    )
+
+
 def require_documents(
     texts: Mapping[str, Corpus], lengths: Iterable[int], *, alpha: float, delta: float
 ) -> None:
     """Raise TooFewData, before any model runs, where a domain could not be certified at any length.
 
     A certificate that P(KL > threshold) <= ``alpha`` with confidence 1 - ``delta`` needs at least
-    ln(delta) / ln(1 - alpha) documents of a length, however good they are.
+    ln(delta) / ln(1 - alpha) documents of a length and one more, however good they are.
     """
-    needed = documents_needed(alpha, delta)
+    # The document that sets the score's limit does not count (accept.py).
+    needed = documents_needed(alpha, delta) + 1
     for domain, corpus in texts.items():
         counts = {
             n: sum(len(ids) >= n + CONTINUATION_TOKENS for ids in corpus.windows) for n in lengths
@@ -163,7 +195,7 @@ def _domain(
     return found
 
 
-def _digest(mappers: Iterable[Mapper], options: object) -> str:
+def digest_of(mappers: Iterable[Mapper], options: object) -> str:
     """sha256 of the mappers' weights, models and recipe, and of the options."""
     running = hashlib.sha256(json.dumps(options).encode())
     for mapper in mappers:

@@ -156,11 +156,38 @@ class DriftRow(Row):
     kl_fresh: Measure
 
 
+TaskMeasure = Literal[
+    "native", "translated", "source", "chance", "retention", "floor_retention", "gap_recovered"
+]
+
+
+class TaskRow(Row):
+    """One measure of one multiple-choice task, all but ``native_tail`` tokens of it translated.
+
+    ``native``, ``translated`` and ``source`` are shares of right answers: of the target, of the
+    target over the translation, of the source alone. ``chance`` is the mean of 1 / choices.
+    ``retention`` is translated / native, ``floor_retention`` (translated - chance) / (native -
+    chance): retention alone flatters, for guessing keeps some. ``gap_recovered`` is (translated -
+    source) / (native - source): 0 is what the source gives by itself. NaN where undefined. ``low``
+    and ``high`` are the 95 % interval, resampled over questions, paired; NaN where a resample is
+    undefined.
+    """
+
+    task: str
+    native_tail: Count
+    questions: Count
+    measure: TaskMeasure
+    value: Measure
+    low: Measure
+    high: Measure
+
+
 TABLES: Mapping[str, type[Row]] = {
     "rows": EvidenceRow,
     "layers": LayerRow,
     "curve": CurveRow,
     "drift": DriftRow,
+    "tasks": TaskRow,
 }
 
 

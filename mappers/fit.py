@@ -37,6 +37,7 @@ from mappers.moments import PairMoments
 from mappers.plan import FitPlan
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
+from mappers.queries import collect_probe_queries
 from mappers.recipes import RECIPES
 from mappers.recipes.systems import cut
 from mappers.report import render
@@ -76,7 +77,13 @@ def fit_pair(
     selection = select(moments, plan.k, plan.ridge, method=plan.selection, uneven=plan.uneven)
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
     facts = manifest_facts(plan, corpus, moments, selection)
-    folder = artifact.publish(plan.root, mapper, facts, profile=builder.profile())
+    folder = artifact.publish(
+        plan.root,
+        mapper,
+        facts,
+        profile=builder.profile(),
+        probe_queries=collect_probe_queries(target, corpus.windows),
+    )
     if texts:
         # From the disk, so that what is measured is what will be served.
         loaded = artifact.load(folder)
@@ -86,6 +93,7 @@ def fit_pair(
             target,
             texts,
             profile=loaded.profile,
+            probe_queries=loaded.probe_queries,
             lengths=plan.lengths,
             native_tails=plan.native_tails,
             work=_checkpoints(plan, source, target).folder / "evaluation",
@@ -210,6 +218,7 @@ def _moments(
         empty,
         stride=plan.stride,
         skip_positions=plan.skip_positions,
+        profile=profile,
         checkpoints=_checkpoints(plan, source, target),
         progress=progress,
     )

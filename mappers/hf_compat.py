@@ -45,16 +45,18 @@ def read(
     ids: Tensor,
     *,
     cache: Cache | None = None,
-    start_position: int = 0,
+    start_position: int | Tensor = 0,
     logits_at: Tensor | None = None,
 ) -> tuple[Tensor, Cache]:
     """One forward pass over ``ids`` [B, T] behind ``cache``, at ``start_position`` and on.
+
+    ``start_position`` may be an int64 tensor [B, 1].
 
     Returns logits [B, N, vocabulary] in the model's dtype, at the rows ``logits_at`` [N] of ``ids``
     (default: all), and the cache. The positions are absolute and need not start where the cache
     ends.
     """
-    positions = torch.arange(start_position, start_position + ids.shape[1], device=model.device)
+    positions = (torch.arange(ids.shape[1]) + start_position).to(model.device)
     extra: dict[str, Any] = {}
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     if logits_at is not None and keeps:

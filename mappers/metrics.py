@@ -30,7 +30,7 @@ class Reference:
     def __init__(self, native: Tensor, next_ids: Tensor) -> None:
         self.log_p = native.double().log_softmax(-1)
         self.p = self.log_p.exp()
-        self.best = _best(self.log_p)
+        self.best = _best(native)
         self.next_ids = next_ids.to(native.device)[:, None]
 
     def compare(self, arm: Tensor) -> Measures:
@@ -39,7 +39,7 @@ class Reference:
         # Rounding below zero is cut off.
         kl = (self.p * (self.log_p - log_q)).sum(-1).clamp(min=0)
         nll = -log_q.gather(-1, self.next_ids)
-        best = _best(log_q)
+        best = _best(arm)
         shared = (self.best[:, :, None] == best[:, None, :]).any(-1).double().mean()
         return Measures(
             kl=_rounded(kl.mean()),

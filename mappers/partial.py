@@ -8,7 +8,7 @@ from mappers.checkpoint import read_checkpoint, write_checkpoint
 from mappers.evidence_rows import CurveRow, DriftRow, EvidenceRow, Row
 from mappers.measure import Found
 
-SCHEMA = "evaluation-2"
+SCHEMA = "evaluation-3"
 
 
 @dataclass(frozen=True)

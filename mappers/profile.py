@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
+from mappers.conformal import conformal
 from mappers.errors import LayoutError
 from mappers.features import COMPONENTS, FEATURES, RowMoments, measure
 from mappers.identity import ModelIdentity
 from mappers.mapper import Mapper
 from mappers.sample import SAMPLED_ROWS, largest, sample, sample_rows
-from mappers.score import conformal, score_of
+from mappers.score import score_of
 from mappers.token_check import PROJECTED, TokenTable
 
 MARGIN = 1.5

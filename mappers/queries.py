@@ -1,6 +1,6 @@
 """The queries that a model's attention asks, layer by layer, as it reads a text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from mappers import hf_compat
 from mappers.cache import KVCache, from_hf
 from mappers.errors import UnsupportedModel
+from mappers.models import LoadedModel
+from mappers.probe import QUERIES_PER_HEAD, ProbeQueries
+from mappers.rope import RotaryTable
 
 _USED = "sdpa"
 
@@ -37,6 +40,27 @@ def read_with_queries(
     if len(found) != model.config.get_text_config().num_hidden_layers or len(set(scales)) != 1:
         raise UnsupportedModel("attention_hidden", "this model's attention shows no queries")
     return from_hf(cache), found, scales[0]
+
+
+def collect_probe_queries(target: LoadedModel, windows: Sequence[Tensor]) -> ProbeQueries | None:
+    """A few queries of every head of the target, as it reads token-id windows, each int64 [T].
+
+    One query from each of some windows spread over all of them, each from another place in the
+    window's second half, where there is something to look back on. None for a model whose attention
+    shows no queries.
+    """
+    chosen = torch.linspace(0, len(windows) - 1, min(QUERIES_PER_HEAD, len(windows))).long()
+    asked: list[Tensor] = []
+    for number, index in enumerate(chosen.tolist()):
+        ids = windows[index]
+        row = torch.tensor([len(ids) - 1 - number * len(ids) // (2 * QUERIES_PER_HEAD)])
+        try:
+            found, scale = read_queries(target.model, ids, row)
+        except UnsupportedModel:
+            return None
+        table = RotaryTable.of(target.identity.rope, row, length=len(ids))
+        asked.append(torch.stack([table.strip(query.cpu())[0] for query in found]))
+    return ProbeQueries(torch.stack(asked, dim=2).bfloat16(), scale, target.identity.rope)
 
 
 @contextmanager

@@ -1,18 +1,8 @@
 """Why a mapper may not serve anything at all: one line for people."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-from mappers.evidence import Arm, Evidence, Verdict, decide, documents_needed
+from mappers.accept import Rule, Verdict, decide
+from mappers.evidence import Arm, Evidence
 from mappers.summary import Setting, by_setting, compared, point
-
-
-class Rule(NamedTuple):
-    """When a translation is good enough; as in the service's settings."""
-
-    max_kl: float
-    alpha: float
-    delta: float
 
 
 def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
@@ -22,13 +12,13 @@ def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
     """
     if evidence is None:
         return "it has no evidence; kvt evaluate adds some"
-    verdicts = list(_verdicts(evidence, rule))
-    if any(verdict.decision == "translate" for _, verdict in verdicts):
+    found = verdicts(evidence, rule)
+    if any(verdict.decision == "translate" for verdict in found.values()):
         return None
-    certified = [(v.kl_bound, s, v) for s, v in verdicts if v.kl_bound is not None]
+    certified = [(v.kl_bound, s, v) for s, v in found.items() if v.kl_bound is not None]
     if not certified:
-        most = max((verdict.rows for _, verdict in verdicts), default=0)
-        needed = documents_needed(rule.alpha, rule.delta)
+        most = max((verdict.rows for verdict in found.values()), default=0)
+        needed = rule.documents_needed()
         return f"{most} documents of a length were measured, {needed} are needed"
     bound, setting, verdict = min(certified, key=lambda entry: entry[:2])
     place = f"{setting.domain}, {setting.length} tokens"
@@ -39,14 +29,16 @@ def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
     return f"{line}; {hint}" if hint else line
 
 
-def _verdicts(evidence: Evidence, rule: Rule) -> Iterator[tuple[Setting, Verdict]]:
+def verdicts(evidence: Evidence, rule: Rule) -> dict[Setting, Verdict]:
+    """What the rule says to prompts of each measured domain and length, by setting (tail 0)."""
     measured = {(b.domain, n) for b, by_n in evidence.translated.items() for n in by_n}
-    for domain, length in sorted(measured):
-        for known in (True, False):
-            verdict = decide(
-                evidence, tokens=length, domain=domain, prefix_known=known, **rule._asdict()
-            )
-            yield Setting(domain, length, Arm.TRANSLATED, 0, known), verdict
+    return {
+        Setting(domain, length, Arm.TRANSLATED, 0, known): decide(
+            evidence, tokens=length, domain=domain, prefix_known=known, rule=rule
+        )
+        for domain, length in sorted(measured)
+        for known in (True, False)
+    }
 
 
 def _against(evidence: Evidence, setting: Setting) -> str:
@@ -62,7 +54,7 @@ def _against(evidence: Evidence, setting: Setting) -> str:
         "no cache at all": own._replace(arm=arm, native_tail=tail, prefix_known=False),
     }
     for name, other in others.items():
-        found = compared(evidence, own, other)
+        found = compared(rows, own, other)
         if found is not None and not found.high < 0:
             other_kl = point([row.kl for row in rows[other]]).mean
             return f"a KL of {kl:.3g} is no better than with {name} ({other_kl:.3g})"

@@ -7,6 +7,7 @@ compared on the same resampled documents, so what all arms have in common (an ea
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,10 @@ class Setting(NamedTuple):
     native_tail: int
     prefix_known: bool
     hops: int = 0
+    probe_tokens: int = 0
+
+
+Rows = Mapping[Setting, Sequence[EvidenceRow]]
 
 
 class Cell(NamedTuple):
@@ -82,22 +87,37 @@ class Point(NamedTuple):
     high: float
 
 
+class Turn(NamedTuple):
+    """One turn of a conversation that is translated at every turn, over its documents.
+
+    ``kl`` is the conversation's, ``fresh`` that of translating the other model's own cache of the
+    same tokens, ``added`` the first minus the second on the same documents. ``side`` is the model
+    that reads, at ``length`` tokens.
+    """
+
+    side: str
+    length: int
+    kl: Point
+    fresh: Point
+    added: Point
+
+
 def summarise(evidence: Evidence) -> dict[Setting, Cell]:
-    """One cell for each domain, length, arm, tail, prefix and hops, in the order of their names."""
-    grouped = by_setting(evidence)
-    return {key: _cell(grouped[key]) for key in sorted(grouped)}
+    """One cell for each setting, in the order of its fields."""
+    rows = by_setting(evidence)
+    return {key: _cell(rows[key]) for key in sorted(rows)}
 
 
 def by_setting(evidence: Evidence) -> dict[Setting, list[EvidenceRow]]:
     """The rows of each setting; arms without a native tail have tail 0 there."""
     grouped: dict[Setting, list[EvidenceRow]] = defaultdict(list)
     for row in evidence.rows:
-        key = Setting(row.domain, row.length, row.arm, _tail(row), row.prefix_known, row.hops)
-        grouped[key].append(row)
+        read = _tail(row), row.prefix_known, row.hops, row.probe_tokens
+        grouped[Setting(row.domain, row.length, row.arm, *read)].append(row)
     return grouped
 
 
-def recovered(cells: dict[Setting, Cell], key: Setting) -> Recovered:
+def recovered(cells: Mapping[Setting, Cell], key: Setting) -> Recovered:
     """Gap and context recovered of one translated setting, against the arms of its length."""
     around = {k.arm: c for k, c in cells.items() if k[:2] == key[:2] and k.arm in _WITHOUT_TAIL}
     if not _NEEDED <= around.keys():
@@ -109,9 +129,9 @@ def recovered(cells: dict[Setting, Cell], key: Setting) -> Recovered:
     )
 
 
-def recovered_intervals(evidence: Evidence, key: Setting) -> tuple[Interval, Interval]:
+def recovered_intervals(rows: Rows, key: Setting) -> tuple[Interval, Interval]:
     """Intervals of gap and context recovered; NaN where an arm is missing."""
-    rows, nothing = by_setting(evidence), (math.nan, math.nan)
+    nothing = (math.nan, math.nan)
     arms = {arm: Setting(key.domain, key.length, arm, 0, False) for arm in _NEEDED}
     if not all(rows.get(setting) for setting in (key, *arms.values())):
         return nothing, nothing
@@ -125,9 +145,8 @@ def recovered_intervals(evidence: Evidence, key: Setting) -> tuple[Interval, Int
     return _ends(gap), _ends(context)
 
 
-def compared(evidence: Evidence, key: Setting, other: Setting) -> Compared | None:
+def compared(rows: Rows, key: Setting, other: Setting) -> Compared | None:
     """KL of ``key`` minus KL of ``other`` over the documents that have both; None without any."""
-    rows = by_setting(evidence)
     pairs = _paired([rows.get(key, []), rows.get(other, [])], "kl")
     if not pairs.shape[1]:
         return None
@@ -144,15 +163,12 @@ def curve_points(rows: Sequence[CurveRow]) -> dict[tuple[str, str, int], Point]:
     return {key: point(kls) for key, kls in grouped.items()}
 
 
-def drift_points(rows: Sequence[DriftRow]) -> dict[tuple[str, int], tuple[Point, Point]]:
-    """Mean KL by domain and turn: of the conversation, and of what turning over and over adds."""
+def drift_points(rows: Sequence[DriftRow]) -> dict[tuple[str, int], Turn]:
+    """What was measured at each turn, by domain and turn."""
     grouped: dict[tuple[str, int], list[DriftRow]] = defaultdict(list)
     for row in rows:
         grouped[row.domain, row.turn].append(row)
-    return {
-        key: (point([r.kl for r in of_turn]), point([r.kl - r.kl_fresh for r in of_turn]))
-        for key, of_turn in grouped.items()
-    }
+    return {key: _turn(of_turn) for key, of_turn in grouped.items()}
 
 
 def layer_means(rows: Sequence[LayerRow]) -> dict[str, dict[str, dict[int, float]]]:
@@ -185,16 +201,30 @@ _NEEDED = {Arm.NATIVE, Arm.NO_CONTEXT, Arm.SOURCE_ALONE}
 _WITHOUT_TAIL = _NEEDED | {Arm.QUANTIZED}
 
 
+def _turn(rows: Sequence[DriftRow]) -> Turn:
+    return Turn(
+        side=rows[0].side,
+        length=rows[0].length,
+        kl=point([row.kl for row in rows]),
+        fresh=point([row.kl_fresh for row in rows]),
+        added=point([row.kl - row.kl_fresh for row in rows]),
+    )
+
+
 def _tail(row: EvidenceRow) -> int:
     return 0 if row.arm in _WITHOUT_TAIL else row.native_tail
 
 
 def _resampled(values: Floats, *, seed: int = 0) -> Floats:
     """Means [settings, resamples] of ``values`` [settings, documents], resampled together."""
-    count = values.shape[1]
-    chosen = np.random.default_rng(seed).integers(0, count, size=(RESAMPLES, count))
-    means: Floats = values[:, chosen].mean(axis=2)
+    means: Floats = values[:, _draws(values.shape[1], seed)].mean(axis=2)
     return means
+
+
+@lru_cache(maxsize=16)
+def _draws(count: int, seed: int) -> NDArray[np.int64]:
+    """Which of ``count`` documents each resample has, [resamples, count]."""
+    return np.random.default_rng(seed).integers(0, count, size=(RESAMPLES, count))
 
 
 def _paired(groups: Sequence[Sequence[EvidenceRow]], measure: str) -> Floats:
@@ -205,7 +235,8 @@ def _paired(groups: Sequence[Sequence[EvidenceRow]], measure: str) -> Floats:
 
 
 def _ends(means: Floats) -> Interval:
-    low, high = np.quantile(means, [0.025, 0.975])
+    with np.errstate(invalid="ignore"):  # between infinite means
+        low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 

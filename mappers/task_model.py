@@ -21,6 +21,7 @@ from mappers.corpus import leading_tokens
 from mappers.errors import UnsupportedTask
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
+from mappers.progress import steps
 from mappers.translate import Translator
 
 Reader = Literal["native", "translated", "source"]
@@ -43,8 +44,10 @@ class PairModel(LM):  # type: ignore[misc]  # lm-eval has no types
         *,
         reader: Reader,
         native_tail: int,
+        progress: bool = False,
     ) -> None:
         super().__init__()
+        self.progress = progress
         self.source, self.reader, self.native_tail = source, reader, native_tail
         self.answering = source if reader == "source" else target
         self._translator, self._prefixes = translator, prefixes
@@ -54,7 +57,8 @@ class PairModel(LM):  # type: ignore[misc]  # lm-eval has no types
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Sum of log-probabilities of each continuation, and whether it is the greedy one."""
-        return [self._score(*request.args) for request in requests]
+        numbers = steps(range(len(requests)), f"answering: {self.reader}", show=self.progress)
+        return [self._score(*requests[number].args) for number in numbers]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Raises UnsupportedTask: a text without a question has no context to translate."""
@@ -99,7 +103,7 @@ class PairModel(LM):  # type: ignore[misc]  # lm-eval has no types
         ids: Tensor = torch.tensor(question)
         translated = len(question) - self.native_tail
         if self.reader != "translated" or translated < 1:
-            return None
+            return cache_of_text(self.answering, ids[:-1]) if len(question) > 1 else None
         original = cache_of_text(self.source, ids[:translated])
         exact = exact_prefix(self._prefixes, ids, cache_of_text(self.answering, ids[:1]))
         return self._translator.translate(original, prefix=exact, dtype=self.answering.model.dtype)
@@ -112,12 +116,12 @@ def readers(
     prefixes: ExactPrefixes,
     *,
     native_tail: int,
+    progress: bool,
 ) -> dict[str, Any]:
     """The three models that are compared, by who reads."""
     found: tuple[Reader, ...] = ("native", "translated", "source")
+    options: dict[str, Any] = {"native_tail": native_tail, "progress": progress}
     return {
-        reader: PairModel(
-            source, target, translator, prefixes, reader=reader, native_tail=native_tail
-        )
+        reader: PairModel(source, target, translator, prefixes, reader=reader, **options)
         for reader in found
     }

@@ -5,10 +5,13 @@ looked for beside it), or jsonl with one question a line: ``{"question": "...", 
 ...], "answer": 0}``. Nothing is downloaded for either. Needs the extra ``tasks``.
 """
 
-import math
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
+import datasets  # type: ignore[import-untyped]
 import numpy as np
 import yaml
 from lm_eval.evaluator import evaluate as run_tasks
@@ -16,59 +19,53 @@ from lm_eval.tasks import TaskManager
 from numpy.typing import NDArray
 
 from mappers.errors import UnsupportedTask
+from mappers.evaluate import digest_of
+from mappers.evidence_rows import TaskMeasure, TaskRow
 from mappers.mapper import Mapper
 from mappers.models import LoadedModel
-from mappers.summary import RESAMPLES, Interval
+from mappers.summary import RESAMPLES
 from mappers.task_model import readers
 from mappers.translate import Translator
 
 Floats = NDArray[np.float64]
-
-
-class TaskScore(NamedTuple):
-    """One task: shares of right answers, and how much of the target's the translation keeps.
-
-    ``chance`` is the mean of 1 / choices. ``retention`` is translated / native, ``floor_retention``
-    (translated - chance) / (native - chance): retention alone flatters, for guessing keeps some.
-    ``gap_recovered`` is (translated - source) / (native - source): 0 is what the source gives by
-    itself. NaN where undefined. Intervals (95 %) are resampled over questions, paired.
-    """
-
-    task: str
-    questions: int
-    native: float
-    translated: float
-    source: float
-    chance: float
-    retention: float
-    retention_interval: Interval
-    floor_retention: float
-    floor_retention_interval: Interval
-    gap_recovered: float
+MEASURES: tuple[TaskMeasure, ...] = get_args(TaskMeasure)
 
 
 def score_tasks(
     mapper: Mapper,
     source: LoadedModel,
     target: LoadedModel,
-    files: list[Path],
+    files: Sequence[Path],
     *,
     native_tail: int = 32,
-    limit: int | None = None,
-) -> list[TaskScore]:
-    """Score the tasks in ``files``, of each at most ``limit`` questions, with three readers.
+    work: Path | None = None,
+    progress: bool = True,
+) -> tuple[TaskRow, ...]:
+    """Score the tasks in ``files`` with three readers, one row a measure.
 
-    Raises UnsupportedTask for a file that is not a multiple-choice task.
+    A question but its last ``native_tail`` tokens is translated. A task that was scored before is
+    taken from ``work``. Raises UnsupportedTask for a file that is not a multiple-choice task,
+    before any model runs.
     """
+    configs = [task_config(file) for file in files]
     translator = Translator(mapper, device=target.model.device)
-    models = readers(source, target, translator, mapper.prefixes, native_tail=native_tail)
-    found = {name: _answers(model, files, limit) for name, model in models.items()}
-    return [
-        _score(
-            task, found["native"][task], found["translated"][task], found["source"][task], chances
-        )
-        for task, chances in _chances(files, limit).items()
-    ]
+    models = readers(
+        source, target, translator, mapper.prefixes, native_tail=native_tail, progress=progress
+    )
+    rows: list[TaskRow] = []
+    for config in configs:
+        kept = None
+        if work is not None:
+            digest = digest_of([mapper], ["tasks-1", config, _contents(config), native_tail])
+            kept = work / f"task-{digest[:16]}.json"
+        if kept is None or not kept.exists():
+            found = _task_rows(config, native_tail, _answers(models, config))
+            if kept is None:
+                rows += found
+                continue
+            _write(kept, found)
+        rows += (TaskRow.model_validate(row) for row in json.loads(kept.read_text()))
+    return tuple(rows)
 
 
 def task_config(file: Path) -> dict[str, Any]:
@@ -109,62 +106,84 @@ def _yaml(file: Path) -> dict[str, Any]:
     return config
 
 
-def _answers(model: Any, files: list[Path], limit: int | None) -> dict[str, Floats]:
-    """1 for each question answered right, else 0, by task and in the questions' order."""
-    results = run_tasks(model, _loaded(files), limit=limit, bootstrap_iters=0, log_samples=True)
-    answers = {}
-    for task, samples in results["samples"].items():
-        ordered = sorted(samples, key=lambda sample: sample["doc_id"])
-        if any("acc" not in sample for sample in ordered):
-            raise UnsupportedTask("the task's metrics must include acc")
-        answers[task] = np.asarray([sample["acc"] for sample in ordered], dtype=np.float64)
-    return answers
+def _contents(config: Mapping[str, Any]) -> list[str]:
+    """Digests of the data files that a task names."""
+    files = config.get("dataset_kwargs", {}).get("data_files") or {}
+    return [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in files.values()]
 
 
-def _chances(files: list[Path], limit: int | None) -> dict[str, Floats]:
-    """1 / choices of every question, by task."""
-    found = {}
-    for name, task in _loaded(files)["tasks"].items():
-        documents = list(task.eval_docs)[:limit]
-        found[name] = np.asarray([1 / len(task.doc_to_choice(doc)) for doc in documents])
-    return found
+def _answers(models: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Floats]:
+    """By reader, 1 for each question answered right, else 0; and 1 / choices as ``chance``."""
+    datasets.disable_progress_bars()
+    found = {reader: _right(model, _loaded(config)) for reader, model in models.items()}
+    (task,) = _loaded(config)["tasks"].values()
+    chances = [1 / len(task.doc_to_choice(document)) for document in task.eval_docs]
+    return {**found, "chance": np.asarray(chances)}
 
 
-def _loaded(files: list[Path]) -> Any:
-    manager = TaskManager(include_defaults=False)
-    return manager.load([task_config(file) for file in files])
+def _right(model: Any, task: Any) -> Floats:
+    results = run_tasks(model, task, bootstrap_iters=0, log_samples=True)
+    (samples,) = results["samples"].values()
+    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    if any("acc" not in sample for sample in ordered):
+        raise UnsupportedTask("the task's metrics must include acc")
+    return np.asarray([sample["acc"] for sample in ordered], dtype=np.float64)
 
 
-def _score(
-    task: str, native: Floats, translated: Floats, source: Floats, chances: Floats
-) -> TaskScore:
-    count, chance = len(native), float(chances.mean())
+def _loaded(config: dict[str, Any]) -> Any:
+    return TaskManager(include_defaults=False).load([config])
+
+
+def _task_rows(
+    config: Mapping[str, Any], native_tail: int, answers: Mapping[str, Floats]
+) -> list[TaskRow]:
+    """All measures of one task; their intervals are resampled over questions, together."""
+    count = len(answers["native"])
     chosen = np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
-    own, moved, floor = (x[chosen].mean(axis=1) for x in (native, translated, chances))
-    n, t, s = (float(x.mean()) for x in (native, translated, source))
-    return TaskScore(
-        task=task,
-        questions=count,
-        native=n,
-        translated=t,
-        source=s,
-        chance=chance,
-        retention=_ratio(t, n),
-        retention_interval=_interval(moved, own),
-        floor_retention=_ratio(t - chance, n - chance),
-        floor_retention_interval=_interval(moved - floor, own - floor),
-        gap_recovered=_ratio(t - s, n - s),
+    chosen = np.concatenate([np.arange(count)[None], chosen])
+    found = _measures({name: values[chosen].mean(axis=1) for name, values in answers.items()})
+    rows = []
+    for name in MEASURES:
+        low, high = np.quantile(found[name][1:], [0.025, 0.975])
+        value, low, high = (float(f"{x:.6g}") for x in (found[name][0], low, high))
+        rows.append(
+            TaskRow(
+                task=str(config["task"]),
+                native_tail=native_tail,
+                questions=count,
+                measure=name,
+                value=value,
+                low=low,
+                high=high,
+            )
+        )
+    return rows
+
+
+def _measures(means: Mapping[str, Floats]) -> dict[TaskMeasure, Floats]:
+    """Each measure from shares of right answers, resample by resample."""
+    native, translated, source, chance = (
+        means[name] for name in ("native", "translated", "source", "chance")
     )
+    return {
+        "native": native,
+        "translated": translated,
+        "source": source,
+        "chance": chance,
+        "retention": _ratio(translated, native),
+        "floor_retention": _ratio(translated - chance, native - chance),
+        "gap_recovered": _ratio(translated - source, native - source),
+    }
 
 
-def _ratio(part: float, whole: float) -> float:
+def _ratio(part: Floats, whole: Floats) -> Floats:
     """``part / whole``; NaN where there is nothing to keep."""
-    return part / whole if whole > 0 else math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(whole > 0, part / whole, np.nan)
 
 
-def _interval(parts: Floats, wholes: Floats) -> Interval:
-    usable = wholes > 0
-    if not usable.all():
-        return math.nan, math.nan
-    low, high = np.quantile(parts / wholes, [0.025, 0.975])
-    return float(low), float(high)
+def _write(path: Path, rows: Sequence[TaskRow]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps([row.model_dump(mode="json") for row in rows]))
+    temporary.rename(path)

@@ -33,10 +33,15 @@ class BadAnswer(KVTranslatorError):
 
 @dataclass(frozen=True)
 class Translated:
-    """The target's cache of the first ``receipt.tokens`` tokens; it reads the rest itself."""
+    """The target's cache of the first ``receipt.tokens`` tokens; it reads the rest itself.
+
+    ``tail_token`` is there when the service can judge the answer by the likelihood of that rest.
+    """
 
     cache: KVCache
     receipt: Receipt
+    answer_id: str = ""
+    tail_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def open_answer(status: int, headers: Mapping[str, str], request: TranslateReque
     kind = headers.get("content-type", "").partition(";")[0].strip()
     if kind != CONTENT_TYPE:
         raise BadAnswer(f"a translation comes as {CONTENT_TYPE}, this answer does not")
-    return _Tensors(request, headers.get("content-length"))
+    return _Tensors(request, headers)
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reprefill:
@@ -146,9 +151,9 @@ class _Document:
 class _Tensors:
     """Length, header, data: each part complete and checked before the next is looked at."""
 
-    def __init__(self, request: TranslateRequest, content_length: str | None) -> None:
-        self._request = request
-        self._declared_bytes = _number(content_length)
+    def __init__(self, request: TranslateRequest, headers: Mapping[str, str]) -> None:
+        self._request, self._headers = request, headers
+        self._declared_bytes = _number(headers.get("content-length"))
         self._head = bytearray()
         self._head_bytes = wire.LENGTH_BYTES
         self._receipt: Receipt | None = None
@@ -170,7 +175,13 @@ class _Tensors:
                 raise BadAnswer("the answer holds values that are not finite")
         positions = consecutive(self._receipt.tokens, self._receipt.start_position)
         keys, values = tuple(self._tensors[0::2]), tuple(self._tensors[1::2])
-        return Translated(KVCache(keys, values, positions), self._receipt)
+        judged = self._headers.get("kvt-suffix") == "accepted"
+        return Translated(
+            KVCache(keys, values, positions),
+            self._receipt,
+            self._headers.get("kvt-answer-id", ""),
+            self._headers.get("kvt-feedback-token") if judged else None,
+        )
 
     def _collect(self, rest: memoryview) -> int:
         taken = min(len(rest), self._head_bytes - len(self._head))
@@ -232,6 +243,8 @@ def _check_receipt(receipt: Receipt, request: TranslateRequest) -> None:
     for field, value in expected.items():
         if getattr(receipt, field) != value:
             raise BadAnswer(f"the receipt's {field} is not what was asked for")
+    if request.probe is not None and receipt.prefix_tokens != request.probe.tokens:
+        raise BadAnswer("the answer does not begin with the probe")
     if receipt.native_tail < 0 or receipt.tokens < 1:
         raise BadAnswer("the receipt covers no tokens")
 

@@ -3,9 +3,10 @@
 from starlette.responses import JSONResponse, Response
 
 from service.call import Judged
-from service.gate import DETAILS
-from service.schemas import Receipt, Reprefill, ShadowRequest
-from service.translation import Side
+from service.gate import DETAILS, Ruling
+from service.policy import Policy
+from service.schemas import Receipt, Reprefill, ShadowRequest, TranslateRequest
+from service.side import Side
 from service.wire import write_header
 
 SAFETENSORS = "application/vnd.safetensors"
@@ -34,9 +35,12 @@ def reprefill(judged: Judged, reason: str) -> Response:
 
 
 def translated_head(
-    judged: Judged, target: Side, shadow: ShadowRequest | None
+    judged: Judged, target: Side, shadow: ShadowRequest | None, tail_token: str | None
 ) -> tuple[bytes, dict[str, str]]:
-    """The safetensors header that carries the receipt, and the HTTP headers."""
+    """The safetensors header that carries the receipt, and the HTTP headers.
+
+    Both tokens are the answer's one token.
+    """
     receipt, ruling = _receipt(judged, shadow), judged.ruling
     tensors = [(name, target.dtype, target.shape) for name in target.names]
     head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
@@ -56,6 +60,8 @@ def translated_head(
         headers["KVT-Unproven"] = "true"
     if shadow is not None:
         headers |= {"KVT-Shadow": "requested", "KVT-Feedback-Token": shadow.token}
+    if tail_token is not None:
+        headers |= {"KVT-Suffix": "accepted", "KVT-Feedback-Token": tail_token}
     return head, headers
 
 
@@ -75,23 +81,38 @@ def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
         tokens=ruling.tokens,
         start_position=request.start_position,
         native_tail=ruling.native_tail,
-        prefix_tokens=ruling.prefix.tokens if ruling.prefix else 0,
+        prefix_tokens=_exact_tokens(request, ruling),
+        probe_error=ruling.probe_error,
         layout=request.layout,
         block_tokens=request.block_tokens,
         dtype=request.target.kv_dtype or request.target.dtype,
         kl_bound=ruling.kl_bound,
+        expected_kl=ruling.expected_kl,
         max_kl=ruling.max_kl,
+        risk=policy.risk,
         alpha=policy.alpha,
         delta=policy.delta,
+        kl_clip=policy.kl_clip,
         rows=ruling.rows,
-        guarantee=_guarantee(ruling.unproven, policy.alpha, policy.delta),
+        guarantee=_guarantee(ruling, policy),
         unproven=ruling.unproven,
         token_ids_sha256=request.token_ids_sha256,
         shadow=shadow,
     )
 
 
-def _guarantee(unproven: bool, alpha: float, delta: float) -> str:
-    if unproven:
+def _exact_tokens(request: TranslateRequest, ruling: Ruling) -> int:
+    if request.probe is not None:
+        return request.probe.tokens
+    return ruling.prefix.tokens if ruling.prefix else 0
+
+
+def _guarantee(ruling: Ruling, policy: Policy) -> str:
+    """What is certified: the threshold in force, not ``kl_bound``, is what the tails were tested
+    against, so only of it can the chosen tail's confidence be said."""
+    if ruling.unproven:
         return "none: this service was told to translate without evidence"
-    return f"P(KL > kl_bound) <= {alpha:g} with confidence {1 - delta:g}"
+    confidence = f"with confidence {1 - policy.delta:g}"
+    if policy.risk == "mean":
+        return f"mean of min(KL, {policy.kl_clip:g}) <= {ruling.max_kl:g} {confidence}"
+    return f"P(KL > {ruling.max_kl:g}) <= {policy.alpha:g} {confidence}"

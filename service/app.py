@@ -65,7 +65,8 @@ async def _load(service: Service) -> None:
     await asyncio.to_thread(service.store.load_all)
     for entry in service.store.entries:
         service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
-        log.info("mapper", id=entry.id, state=entry.state, error=entry.error)
+        facts = {"id": entry.id, "state": entry.state, "error": entry.error}
+        log.info("mapper", **facts, why_not_servable=entry.why_not_servable)
     for name in service.guards.policies.unused({entry.id for entry in service.store.entries}):
         log.warning("policy of a mapper that is not there", id=name)
     service.lifecycle.starting = False

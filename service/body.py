@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from service.digest import ContentDigest
 from service.errors import Problem
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -17,13 +18,21 @@ class Body:
     """Reads from an ASGI ``receive``.
 
     Waiting for the client is limited: ``grace_seconds`` in all, and one second more for each
-    ``bytes_per_second`` that have arrived. Time in which nobody reads does not count.
+    ``bytes_per_second`` that have arrived. Time in which nobody reads does not count. A body that
+    is read to its end is held to ``digest``.
     """
 
     def __init__(
-        self, receive: Receive, *, limit_bytes: int, grace_seconds: float, bytes_per_second: float
+        self,
+        receive: Receive,
+        *,
+        limit_bytes: int,
+        grace_seconds: float,
+        bytes_per_second: float,
+        digest: ContentDigest | None = None,
     ) -> None:
         self._receive = receive
+        self._digest = digest or ContentDigest({})
         self._limit_bytes = limit_bytes
         self._grace_seconds, self._bytes_per_second = grace_seconds, bytes_per_second
         self._pending = memoryview(b"")
@@ -59,14 +68,16 @@ class Body:
             if len(parts) > limit_bytes:
                 raise Problem("body_too_large", f"at most {limit_bytes} bytes are read here")
         self._pending = memoryview(b"")
+        self._digest.check()
         return bytes(parts)
 
     async def end(self) -> None:
-        """Make sure that nothing follows."""
+        """Make sure that nothing follows, and that all of it is what was sent."""
         while not self._pending and self._more:
             await self._next()
         if self._pending:
             raise Problem("bad_safetensors", "there are bytes after the last tensor")
+        self._digest.check()
 
     async def gone(self) -> None:
         """Return when the client goes away; call it when the body has been read."""
@@ -90,3 +101,4 @@ class Body:
         self.received_bytes += len(self._pending)
         if self.received_bytes > self._limit_bytes:
             raise Problem("body_too_large", f"at most {self._limit_bytes} bytes are read")
+        self._digest.update(self._pending)

@@ -1,11 +1,11 @@
 """The breaker of one mapper, domain and length: closed, open, half-open, and what moves it.
 
-A sample is the KL that a caller measured for an answer, V = 1 when it exceeds the threshold that
-was in force for that answer. Closed, a test of P(V = 1) <= eps opens the breaker when its wealth
+A sample is the KL that a caller measured for an answer, turned into a loss from 0 to 1
+(``loss.py``). Closed, a test of "the mean loss is tolerable" opens the breaker when its wealth
 reaches 1 / delta, so a breaker whose mapper is good ever opens with probability at most delta
 (``eprocess.py``). Open, nothing is translated until a cool-down has passed. Half-open, a few
 answers are given, each to be measured: the first test, begun anew, opens it again; the reverse
-test, of P(V = 1) >= eps, closes it.
+test, of "the mean loss is what is tolerated or more", closes it.
 
 Where several clients are served, no single one may decide for all. A verdict then needs the wealth
 without any one client's samples as well, and a client that posts far more than the others is not
@@ -16,7 +16,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from mappers.accept import Risk
 from service.eprocess import EProcess
+from service.loss import tolerated
 from service.policy import Policy
 
 Phase = Literal["closed", "open", "half_open"]
@@ -38,11 +40,13 @@ class Key(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One measured answer. ``exact`` is False for a KL that is only known to be at least so large.
+    """One measured answer; its loss is from 0 to 1.
 
-    ``client`` is whom the answer was given to, ``shared`` whether others were served as well.
+    ``exact`` is False for a loss that is only known to be at least so large. ``client`` is whom the
+    answer was given to, ``shared`` whether others were served as well.
     """
 
+    loss: float
     violation: bool
     exact: bool
     client: str
@@ -84,12 +88,14 @@ class Breaker:
     opened_seconds: float | None = None
     violations: int = 0
     recent: tuple[str, ...] = ()
+    risk: Risk = "exceedance"
 
     @classmethod
-    def fresh(cls, eps: float, opened_seconds: float | None = None) -> "Breaker":
+    def fresh(cls, policy: Policy, opened_seconds: float | None = None) -> "Breaker":
         """No samples yet."""
-        closing = EProcess(1 - eps, CLOSING_STAKES)
-        return cls(Jury(EProcess(eps)), Jury(closing), opened_seconds)
+        bound = tolerated(policy)
+        closing = EProcess(1 - bound, CLOSING_STAKES)
+        return cls(Jury(EProcess(bound)), Jury(closing), opened_seconds, risk=policy.risk)
 
     @property
     def samples(self) -> int:
@@ -97,10 +103,10 @@ class Breaker:
         return self.bad.whole.samples
 
     def under(self, policy: Policy) -> "Breaker":
-        """The same state for a policy whose eps may have changed: its tests then begin anew."""
-        if math.isclose(self.bad.whole.bound, policy.eps):
+        """The same state for a policy that may tolerate another loss: the tests then begin anew."""
+        if self.risk == policy.risk and math.isclose(self.bad.whole.bound, tolerated(policy)):
             return self
-        return Breaker.fresh(policy.eps, self.opened_seconds)
+        return Breaker.fresh(policy, self.opened_seconds)
 
     def phase(self, policy: Policy, now: float) -> Phase:
         """A breaker becomes half-open by the passing of time alone."""
@@ -123,15 +129,16 @@ class Breaker:
     def observe(self, sample: Sample, policy: Policy, now: float) -> "Breaker":
         """The state after a sample that ``takes`` has let in."""
         half_open = self.opened_seconds is not None
-        bad = self.bad.hear(float(sample.violation), sample.client)
+        bad = self.bad.hear(sample.loss, sample.client)
         good = self.good
-        if half_open and (sample.exact or sample.violation):
-            good = good.hear(float(not sample.violation), sample.client)
+        # What is only known to be at least so large says nothing good, unless it is the worst.
+        if half_open and (sample.exact or sample.loss == 1):
+            good = good.hear(1 - sample.loss, sample.client)
         shared = self._robust(sample, policy)
         if bad.value(shared=shared) >= 1 / policy.breaker_delta:
-            return Breaker.fresh(policy.eps, opened_seconds=now)
+            return Breaker.fresh(policy, opened_seconds=now)
         if half_open and good.value(shared=shared) >= 1 / policy.breaker_close_delta:
-            return Breaker.fresh(policy.eps)
+            return Breaker.fresh(policy)
         return replace(
             self,
             bad=bad,

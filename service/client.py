@@ -13,6 +13,7 @@ by the time that it could be sent again the target could have prefilled.
                 ...
 """
 
+import asyncio
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -33,7 +34,8 @@ from service.answer import (
 )
 from service.feedback import FeedbackReceipt, Lists, posted_feedback
 from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
-from service.upload import Upload
+from service.tail_feedback import Suffix, SuffixReceipt, posted_tail
+from service.upload import Upload, announcing
 
 __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
 
@@ -56,24 +58,40 @@ class Client:
     """A blocking client; it keeps its connections, so make one and share it between threads.
 
     ``timeout`` is httpx's: seconds without a byte, not for the whole answer. ``options`` go to
-    ``httpx.Client`` (``transport``, ``verify``, ``headers``, ...).
+    ``httpx.Client`` (``transport``, ``verify``, ``headers``, ...). With ``digest`` a cache goes out
+    with its Content-Digest, so that one that is damaged on the way is refused.
     """
 
     def __init__(
-        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+        self,
+        base_url: str,
+        *,
+        timeout: httpx.Timeout | float = TIMEOUT,
+        digest: bool = False,
+        **options: Any,
     ) -> None:
+        self._digest = digest
         self._http = httpx.Client(base_url=base_url, timeout=timeout, **options)
 
     def translate(
-        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+        self,
+        cache: KVCache,
+        request: TranslateRequest,
+        *,
+        probe: KVCache | None = None,
+        strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
 
-        Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
-        NotTranslated instead of returning Reprefill.
+        ``probe`` is the target's own KV of the first tokens, [64, H_t, D_t] a layer: the bound gets
+        sharper, and those tokens of the answer are exactly these. Raises LayoutError when
+        ``request`` does not describe ``cache``; with ``strict``, NotTranslated instead of returning
+        Reprefill.
         """
-        upload = Upload.of(cache, request)
-        headers = {**_HEADERS, **upload.headers}
+        request = announcing(request, probe)
+        upload = Upload.of(cache, request, probe)
+        digest = upload.digest_headers() if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
         try:
             with self._http.stream(
                 "POST", "/translate", content=iter(upload), headers=headers
@@ -108,6 +126,19 @@ class Client:
         """
         posted = posted_feedback(receipt, kl, native, translated)
         return self._document(FeedbackReceipt, "POST", "/feedback", **posted)
+
+    def suffix(
+        self, answer: Translated, *, tail_nll: float, source_tail_nll: float | None = None
+    ) -> Suffix:
+        """What the NLL of the native tail, in nats a token, says of the answer: keep it or prefill.
+
+        The mean over the tail's tokens but the first, as the target read them over the answer; the
+        source's of the same tokens makes it sharper. May be repeated. Raises ValueError for an
+        answer without ``tail_token``, NotTranslated when the service does not take it.
+        """
+        posted = posted_tail(answer.answer_id, answer.tail_token, tail_nll, source_tail_nll)
+        receipt = self._document(SuffixReceipt, "POST", "/feedback", **posted)
+        return receipt.suffix
 
     def plan(self, request: TranslateRequest) -> Plan:
         """The decision so far, without tensors. Raises NotTranslated when there is no plan."""
@@ -153,16 +184,29 @@ class AsyncClient:
     """The same for asyncio. A layer that is not contiguous is copied on the event loop."""
 
     def __init__(
-        self, base_url: str, *, timeout: httpx.Timeout | float = TIMEOUT, **options: Any
+        self,
+        base_url: str,
+        *,
+        timeout: httpx.Timeout | float = TIMEOUT,
+        digest: bool = False,
+        **options: Any,
     ) -> None:
+        self._digest = digest
         self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout, **options)
 
     async def translate(
-        self, cache: KVCache, request: TranslateRequest, *, strict: bool = False
+        self,
+        cache: KVCache,
+        request: TranslateRequest,
+        *,
+        probe: KVCache | None = None,
+        strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""
-        upload = Upload.of(cache, request)
-        headers = {**_HEADERS, **upload.headers}
+        request = announcing(request, probe)
+        upload = Upload.of(cache, request, probe)
+        digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
         try:
             async with self._http.stream(
                 "POST", "/translate", content=aiter(upload), headers=headers
@@ -192,6 +236,14 @@ class AsyncClient:
         """As ``Client.feedback``."""
         posted = posted_feedback(receipt, kl, native, translated)
         return await self._document(FeedbackReceipt, "POST", "/feedback", **posted)
+
+    async def suffix(
+        self, answer: Translated, *, tail_nll: float, source_tail_nll: float | None = None
+    ) -> Suffix:
+        """As ``Client.suffix``."""
+        posted = posted_tail(answer.answer_id, answer.tail_token, tail_nll, source_tail_nll)
+        receipt = await self._document(SuffixReceipt, "POST", "/feedback", **posted)
+        return receipt.suffix
 
     async def plan(self, request: TranslateRequest) -> Plan:
         """As ``Client.plan``."""

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
+from mappers.conformal import FALSE_REFUSALS, limits_by_domain
 from mappers.evidence import Evidence
 from mappers.identity import ModelIdentity
 from mappers.profile import CalibrationProfile
 from mappers.sample import largest
-from mappers.score import limits_by_domain
 from service.schemas import TranslateRequest
 
-FALSE_REFUSALS = 0.01
-"""The share of good caches that each limit may refuse."""
 STRANGERS_AT_MOST = 0.05
 
 

@@ -23,7 +23,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictFloat,
-    ValidationError,
     model_validator,
 )
 
@@ -98,18 +97,6 @@ class FeedbackReceipt(BaseModel):
     violation: bool = Field(description="Whether it exceeds the threshold of that answer.")
     counted: bool = Field(description="Whether the breaker's test took it in.")
     breaker: Literal["closed", "open", "half_open"] = Field(description="Its state now.")
-
-
-def read_feedback(raw: bytes) -> Feedback:
-    """Parse a body. Raises Problem 422, quoting nothing of it."""
-    try:
-        return Feedback.model_validate_json(raw)
-    except ValidationError as error:
-        raise Problem(
-            "bad_document",
-            "send answer_id, and either kl or both native and translated: for each position a "
-            "list of [token id, log-probability]",
-        ) from error
 
 
 Lists = Sequence[Sequence[tuple[int, float | str]]]

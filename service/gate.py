@@ -1,10 +1,16 @@
-"""Whether a translation is good enough and worth it, decided before the cache is read."""
+"""Whether a translation is good enough and worth it, decided before the cache is read.
+
+Cheap questions first: could it be worth it at all (at the smallest tail), what does the evidence
+say, is it worth it with the tail that this asks for, what became of earlier answers, and is there
+time. The first that is answered with no is the reason.
+"""
 
 import math
 from dataclasses import dataclass
 
+from mappers import forecast
+from mappers.accept import Verdict, decide, places_of
 from mappers.cache import KVCache
-from mappers.evidence import Verdict, decide
 from service.guards import Standing
 from service.policy import Policy
 from service.schemas import TranslateRequest
@@ -22,13 +28,17 @@ DETAILS = {
     "would_miss_deadline": "the queue is too long for the caller's reprefill_ms",
     "non_finite": "the cache, or its translation, holds values that are not finite",
     "implausible_values": "the cache is not what this model makes of a text, or not of that text",
+    "probe_kl_exceeds_threshold": "so far from the probe, no native tail meets the KL threshold",
     "out_of_distribution": "the cache is less like the calibration text than what was measured",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """The gate's answer: ``reason`` None means translate the first ``tokens`` rows."""
+    """The gate's answer: ``reason`` None means translate the first ``tokens`` rows.
+
+    ``provisional``: there is a probe whose error is not known yet, so the gate will rule again.
+    """
 
     reason: str | None
     tokens: int
@@ -39,6 +49,9 @@ class Ruling:
     rows: int
     unproven: bool
     expected_seconds: float | None
+    provisional: bool = False
+    probe_error: float | None = None
+    expected_kl: float | None = None
 
     @property
     def detail(self) -> str | None:
@@ -47,8 +60,8 @@ class Ruling:
 
     @property
     def drift(self) -> float:
-        """What the answer adds to its session, nats a token."""
-        return self.max_kl if self.kl_bound is None else self.kl_bound
+        """What the answer adds to its session at most, nats a token."""
+        return self.max_kl if self.kl_bound is None or self.provisional else self.kl_bound
 
 
 def rule(
@@ -58,22 +71,33 @@ def rule(
     *,
     allow_unproven: bool,
     pending_seconds: float,
+    probe_error: float | None = None,
 ) -> Ruling:
-    """Weigh the evidence, what became of earlier answers, and the time.
+    """Weigh the time, the evidence, and what became of earlier answers.
 
-    ``pending_seconds``: the expected wait for the device.
+    ``pending_seconds``: the expected wait for the device. ``probe_error`` None, where the request
+    has a probe: not known yet, so what may pass passes.
     """
     policy = standing.policy
     max_kl = min(policy.max_kl, request.max_kl or math.inf)
     known = _known_prefix(entry, request)
-    verdict, unproven = _weigh(
-        entry, request, policy, max_kl, prefix_known=known is not None, unproven=allow_unproven
-    )
+    verdict, unproven = Verdict("reprefill", "below_break_even", 0, None, 0), False
+    if _worth_it(entry, request, policy, _smallest_tail(entry, policy)):
+        verdict, unproven = _weigh(
+            entry,
+            request,
+            policy,
+            max_kl,
+            prefix_known=known is not None,
+            probe_error=probe_error,
+            unproven=allow_unproven,
+        )
+    worth_it = _worth_it(entry, request, policy, verdict.native_tail)
     tokens = request.tokens - verdict.native_tail
     expected = entry.timing.seconds(tokens)
     reason = (
         verdict.reason
-        or _below_break_even(request, verdict, expected)
+        or (None if worth_it else "below_break_even")
         or _worn(request, standing, max_kl if verdict.kl_bound is None else verdict.kl_bound)
         or _would_miss_deadline(request, verdict, expected, pending_seconds)
     )
@@ -87,7 +111,52 @@ def rule(
         rows=verdict.rows,
         unproven=unproven,
         expected_seconds=None if expected is None else pending_seconds + expected,
+        provisional=request.probe is not None and probe_error is None,
+        probe_error=probe_error,
     )
+
+
+def expected_kl(
+    entry: Entry, request: TranslateRequest, policy: Policy, ruling: Ruling, score: object
+) -> float | None:
+    """The mean KL of measured prompts with such a score; None where there is nothing to say."""
+    if entry.evidence is None or not isinstance(score, float):
+        return None
+    places = places_of(
+        entry.evidence,
+        tokens=request.start_position + request.tokens,
+        domain=request.domain or policy.default_domain,
+        hops=request.hops,
+        prefix_known=request.probe is not None or ruling.prefix is not None,
+        probe_tokens=0 if request.probe is None else request.probe.tokens,
+    )
+    if isinstance(places, str):
+        return None
+    return forecast.expected_kl(entry.evidence, places, ruling.native_tail, score)
+
+
+def _smallest_tail(entry: Entry, policy: Policy) -> int:
+    """The best that can happen: every tail that is read natively is one that is not saved."""
+    measured = entry.evidence.native_tails if entry.evidence else ()
+    return min(policy.native_tails or measured, default=UNPROVEN_TAIL)
+
+
+def _worth_it(entry: Entry, request: TranslateRequest, policy: Policy, native_tail: int) -> bool:
+    """Whether translating takes less time than reading what is translated; true if unknown."""
+    reading = _reading_seconds(request, policy)
+    tokens = max(0, request.tokens - native_tail)
+    expected = entry.timing.seconds(tokens)
+    if reading is None or expected is None:
+        return True
+    return expected < reading * tokens / request.tokens
+
+
+def _reading_seconds(request: TranslateRequest, policy: Policy) -> float | None:
+    """What the target's own prefill of the prompt takes, as far as anyone has said."""
+    if request.reprefill_ms is not None:
+        return request.reprefill_ms / 1000
+    rate = policy.reprefill_tokens_per_second
+    return None if rate is None else request.tokens / rate
 
 
 def _known_prefix(entry: Entry, request: TranslateRequest) -> KVCache | None:
@@ -106,10 +175,12 @@ def _weigh(
     max_kl: float,
     *,
     prefix_known: bool,
+    probe_error: float | None,
     unproven: bool,
 ) -> tuple[Verdict, bool]:
     """The evidence's verdict, and whether it stands on no evidence at all."""
-    most = request.tokens - 1
+    probe_tokens = 0 if request.probe is None else request.probe.tokens
+    most = request.tokens - 1 - probe_tokens
     tail = most if request.max_native_tail is None else min(request.max_native_tail, most)
     domain = request.domain or policy.default_domain
     verdict = Verdict("reprefill", "no_evidence", 0, None, 0)
@@ -121,12 +192,13 @@ def _weigh(
             tokens=request.start_position + request.tokens,
             domain=domain,
             hops=request.hops,
-            prefix_known=prefix_known,
-            max_kl=max_kl,
+            # A probe holds the first tokens, whether or not the mapper knows them.
+            prefix_known=prefix_known or probe_tokens > 0,
+            rule=policy.rule(max_kl),
             max_native_tail=tail,
             native_tails=policy.native_tails or None,
-            alpha=policy.alpha,
-            delta=policy.delta,
+            probe_tokens=probe_tokens,
+            probe_error=probe_error,
         )
     smallest = min(policy.native_tails, default=UNPROVEN_TAIL)
     if verdict.reason == "no_evidence" and unproven and tail >= smallest:
@@ -136,7 +208,8 @@ def _weigh(
 
 def _closed(verdict: Verdict, max_kl: float) -> Verdict:
     """A bound that is missing or not a number is no certificate, whatever the verdict says."""
-    if verdict.reason is None and not (verdict.kl_bound or 0.0) <= max_kl:
+    certified = verdict.kl_bound is not None and verdict.kl_bound <= max_kl
+    if verdict.reason is None and not certified:
         return verdict._replace(decision="reprefill", reason="certified_kl_exceeds_threshold")
     return verdict
 
@@ -158,13 +231,6 @@ def _saved_seconds(request: TranslateRequest, verdict: Verdict) -> float:
     """What the caller does not pay: the target reads the tail natively in any case."""
     share = 1 - verdict.native_tail / request.tokens
     return math.inf if request.reprefill_ms is None else share * request.reprefill_ms / 1000
-
-
-def _below_break_even(
-    request: TranslateRequest, verdict: Verdict, expected: float | None
-) -> str | None:
-    slow = expected is not None and not expected < _saved_seconds(request, verdict)
-    return "below_break_even" if slow else None
 
 
 def _would_miss_deadline(

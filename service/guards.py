@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import structlog
 
+from mappers.suffix import SuffixCheck
 from service.audience import Audience
 from service.breaker import Breaker, Key, Phase, length_bucket
 from service.errors import Problem
@@ -25,6 +26,8 @@ from service.settings import Settings
 from service.shadow import Shadow
 from service.state_file import Answer, StateFile
 from service.store import Entry
+from service.suffixes import Suffixes
+from service.tail_feedback import SuffixReceipt, TailFeedback
 
 log = structlog.get_logger("service.guards")
 
@@ -46,9 +49,9 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class Claim:
-    """What a translation has taken from the books; given back unless it is ``kept``."""
+    """What a translation has taken from the books; given back but for the KL that is ``kept``."""
 
-    kept: bool = False
+    kept: float | None = None
 
 
 class Guards:
@@ -69,6 +72,7 @@ class Guards:
             self._audience,
             seconds=settings.feedback_seconds,
         )
+        self._suffixes = Suffixes(self._shadow, seconds=settings.feedback_seconds)
         for served in self._file.served():
             self._audience.note(*served)
 
@@ -97,8 +101,8 @@ class Guards:
     def claim(
         self, answer_id: str, request: TranslateRequest, standing: Standing, kl: float
     ) -> Iterator[Claim]:
-        """Take a place among the probes, and ``kl`` from the session; before anything is awaited,
-        so that requests at the same time see each other."""
+        """Take a place among the probes, and at most ``kl`` from the session; before anything is
+        awaited, so that requests at the same time see each other."""
         claim, now, session = Claim(), wall_clock(), self._session(request)
         if standing.phase == "half_open":
             until = now + self._settings.feedback_seconds
@@ -108,10 +112,10 @@ class Guards:
         try:
             yield claim
         finally:
-            if not claim.kept:
+            if claim.kept is None:
                 self._probes.get(standing.key, {}).pop(answer_id, None)
-                if session is not None:
-                    self.sessions.refund(session, kl)
+            if session is not None:
+                self.sessions.refund(session, kl - (claim.kept or 0.0))
 
     async def mark(
         self, answer_id: str, client: str, standing: Standing, max_kl: float
@@ -132,6 +136,16 @@ class Guards:
             return None
         token = self._shadow.token(answer_id)
         return ShadowRequest(answer_id=answer_id, token=token, expires_seconds=seconds)
+
+    def give_tail(
+        self, answer_id: str, mapper_id: str, checks: tuple[SuffixCheck, ...]
+    ) -> str | None:
+        """The token with which the native tail's NLL is posted; None where nothing can judge it."""
+        return self._suffixes.give(answer_id, mapper_id, checks, wall_clock())
+
+    def judge_tail(self, feedback: TailFeedback, token: str) -> tuple[str, bool, SuffixReceipt]:
+        """The mapper's id, whether it is the first post, and what to answer. Raises Problem."""
+        return self._suffixes.judge(feedback, token, wall_clock())
 
     async def report(self, feedback: Feedback, token: str) -> tuple[str, FeedbackReceipt]:
         """Take a measured KL in: the mapper's id, and what to answer. Raises Problem."""

@@ -20,6 +20,7 @@ from mappers.cache import KVCache, from_hf, to_hf
 from mappers.errors import LayoutError
 from mappers.identity import IdentityClaim, ModelIdentity
 from mappers.layouts import Layout
+from mappers.probe import PROBE_TOKENS
 from mappers.sample import sample_rows
 from service.answer import Outcome, Translated
 from service.client import Client
@@ -36,21 +37,24 @@ def translate_cache(
     source: ModelIdentity | IdentityClaim,
     target: ModelIdentity | IdentityClaim,
     prompt_ids: Tensor,
+    probe: Cache | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
     **limits: Any,
 ) -> DynamicCache | None:
     """The target's cache of the first tokens of ``prompt_ids`` (int64 [1, T]), or None: prefill.
 
-    ``cache`` is the source's, of the first S <= T tokens. ``device``: where the target is (default:
-    where ``cache`` is). ``limits`` are further fields of the request (``max_kl``, ``domain``, ...).
+    ``cache`` is the source's, of the first S <= T tokens; ``probe`` the target's own, of at least
+    the first 64 (``Client.translate``). ``device``: where the target is (default: where ``cache``
+    is). ``limits`` are further fields of the request (``max_kl``, ``domain``, ...).
     Raises LayoutError or UnsupportedModel for a cache that cannot be sent; with ``strict``,
     NotTranslated in place of None.
     """
     sent, request = request_for(
         cache, source=source, target=target, prompt_ids=prompt_ids, **limits
     )
-    outcome = client.translate(sent, request, strict=strict)
+    exact = None if probe is None else from_hf(probe).slice(0, PROBE_TOKENS)
+    outcome = client.translate(sent, request, probe=exact, strict=strict)
     return cache_from(outcome, prompt_ids, device=device or sent.keys[0].device)
 
 

@@ -68,6 +68,12 @@ class Metrics:
             ["pair", "outcome"],
             registry=registry,
         )
+        self.suffixes = Counter(
+            "kvt_suffix",
+            "Answers whose native tail's likelihood was posted: keep or reprefill",
+            ["pair", "decision"],
+            registry=registry,
+        )
         self.in_flight = Gauge("kvt_in_flight", "Requests that hold a place", registry=registry)
         self.in_flight_bytes = Gauge(
             "kvt_in_flight_bytes", "Memory of requests in flight", registry=registry

@@ -13,6 +13,7 @@ from service.errors import CODES
 from service.feedback import Feedback
 from service.problems import MEDIA_TYPE
 from service.schemas import ProblemBody, Receipt, Reprefill, TranslateRequest
+from service.tail_feedback import TailFeedback
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -48,11 +49,20 @@ _EXAMPLE_PROBLEM = {
     "retryable": False,
     "request_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e",
 }
-_EXAMPLE_FEEDBACK = {"answer_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e", "kl": 0.031}
+_ANSWER = {"answer_id": "5f0c2a9e6f3f4f0b8b1f0e6b7a1d2c3e"}
+_EXAMPLES_FEEDBACK = {
+    "kl": {"summary": "A KL", "value": {**_ANSWER, "kl": 0.031}},
+    "tail": {
+        "summary": "The native tail's NLL",
+        "value": {**_ANSWER, "tail_nll": 2.71, "source_tail_nll": 2.94},
+    },
+}
 _BODY_TEXT = """A safetensors file, read as it arrives: 8 bytes with the length of the header
 (little-endian), the JSON header, the tensors. In the header, `__metadata__.kvt` is the request
 document (schema `TranslateRequest`) as a string. Tensor names follow from `layout`:
-`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`."""
+`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`. A request with a `probe` holds the
+target's own KV of the first 64 tokens as well, in the form of the answer, under the same names with
+`probe` in place of `layers` (`probe.{i}.k`, ..., `probe.kv`)."""
 _BODY_EXAMPLE = (
     '\\x10\\x02\\x00\\x00\\x00\\x00\\x00\\x00{"__metadata__":{"kvt":"{\\"source\\":{...},'
     '\\"target\\":{...},\\"tokens\\":2,\\"layout\\":\\"NHD\\"}"},"layers.0.k":{"dtype":"BF16",'
@@ -106,15 +116,22 @@ _ANSWER_HEADERS = {
     "KVT-KL-Bound": _header("Certified KL in nats a token"),
     "KVT-Answer-Id": _header("Id of the answer, the same as that of the request"),
     "KVT-Shadow": _header("requested: measure the KL of this answer and post it to /feedback"),
-    "KVT-Feedback-Token": _header("Goes with that post, as a header of the same name"),
+    "KVT-Suffix": _header("accepted: /feedback tells from the native tail's NLL what to do"),
+    "KVT-Feedback-Token": _header("Goes with either post, as a header of the same name"),
     "KVT-Unproven": _header("true when there is no evidence behind the answer"),
     "x-vsr-kv-transfer-status": _header("applied or fallback_reprefill"),
     "x-vsr-kv-mapper-id": _header("Id of the mapper"),
     "X-Request-Id": _header("Our id of the request"),
 }
 _DOCUMENT_CODES = ("bad_json", "bad_document")
-_PAIR_CODES = ("pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
-_MEDIA_CODES = ("unsupported_media_type", "unsupported_encoding", "body_too_large", "body_too_slow")
+_PAIR_CODES = ("bad_probe", "pair_not_found", "identity_mismatch", "mapper_not_ready", "draining")
+_MEDIA_CODES = (
+    "unsupported_media_type",
+    "unsupported_encoding",
+    "body_too_large",
+    "body_too_slow",
+    "digest_mismatch",
+)
 _TENSOR_CODES = (
     "bad_request",
     "bad_safetensors",
@@ -176,7 +193,12 @@ FEEDBACK: dict[str, Any] = {
         ],
         "requestBody": {
             "required": True,
-            "content": {JSON: {"schema": _ref(Feedback), "example": _EXAMPLE_FEEDBACK}},
+            "content": {
+                JSON: {
+                    "schema": {"anyOf": [_ref(Feedback), _ref(TailFeedback)]},
+                    "examples": _EXAMPLES_FEEDBACK,
+                }
+            },
         },
     },
     "responses": _problems(
@@ -208,7 +230,14 @@ def install(app: FastAPI) -> None:
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes
             )
             known = schema.setdefault("components", {}).setdefault("schemas", {})
-            for model in (TranslateRequest, Receipt, Reprefill, ProblemBody, Feedback):
+            for model in (
+                TranslateRequest,
+                Receipt,
+                Reprefill,
+                ProblemBody,
+                Feedback,
+                TailFeedback,
+            ):
                 own = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 known |= own.pop("$defs", {})
                 known[model.__name__] = own

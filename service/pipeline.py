@@ -5,21 +5,25 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.responses import Response
 
+from mappers.suffix import SuffixCheck
 from service import answers, gate
 from service.body import Body, ClientGone
 from service.call import Call, Judged
 from service.errors import Problem
 from service.guards import Claim, Standing
+from service.probing import Probing, check_probe, probe_side, queries_of
 from service.schemas import Plan, ShadowRequest, TranslateRequest, read_request
 from service.settle import observe_stages, settle
+from service.side import Side, check_tensors
 from service.state import Service
 from service.store import Entry
 from service.stream import Running, Stream
-from service.translation import Side, Translation, check_tensors
+from service.translation import Translation
 from service.wire import LENGTH_BYTES, Header, header_length, parse_header
 from service.worker import Emission
 
@@ -50,13 +54,15 @@ async def translate(call: Call) -> Response:
         await _ingest(call, work)
         running = await _start(judged, head, work, held)
         call.ledger.note(**work.facts)
+        judged = _ruled_again(judged, work)
         if work.refusal is not None:
             observe_stages(call.service.metrics, work.seconds)
             return answers.reprefill(judged, work.refusal)
         shadow = await _mark(judged)
         if shadow is None and judged.standing.phase == "half_open":
             return answers.reprefill(judged, "breaker_open")
-        claim.kept = True
+        claim.kept = judged.ruling.drift
+        judged = _forecast(judged, work)
         return _emit(judged, running, shadow, held.pop_all())
 
 
@@ -77,12 +83,14 @@ def plan(service: Service, request: TranslateRequest) -> Plan:
         native_tail=ruling.native_tail,
         kl_bound=ruling.kl_bound,
         max_kl=ruling.max_kl,
+        risk=standing.policy.risk,
         alpha=standing.policy.alpha,
         delta=standing.policy.delta,
+        kl_clip=standing.policy.kl_clip,
         rows=ruling.rows,
         unproven=ruling.unproven,
         expected_ms=None if expected is None else round(expected * 1000, 3),
-        bytes_in=source.nbytes,
+        bytes_in=source.nbytes + (probe_side(target).nbytes if request.probe else 0),
         bytes_out=target.nbytes if ruling.tokens else 0,
     )
 
@@ -108,6 +116,7 @@ def _judge(call: Call, request: TranslateRequest) -> Judged:
 
 def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
     entry = service.store.find(request.source, request.target)
+    check_probe(entry, request)
     mapper = entry.loaded.mapper
     limit = min(side.rope.max_position_embeddings for side in (mapper.source, mapper.target))
     last = request.start_position + request.tokens
@@ -159,18 +168,57 @@ def _sides(entry: Entry, request: TranslateRequest, tokens: int) -> tuple[Side, 
 def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
     """Check the tensors against the declared geometry, then take the memory that it needs."""
     call, request, ruling = judged.call, judged.request, judged.ruling
-    source, target = _sides(judged.entry, request, ruling.tokens)
-    check_tensors(head.header, source)
-    expected, declared = head.nbytes + source.nbytes, call.declared_bytes
+    # With a probe the native tail is not known yet: memory is taken for an answer without one.
+    tokens = request.tokens if ruling.provisional else ruling.tokens
+    source, target = _sides(judged.entry, request, tokens)
+    probing = _probing(judged, target)
+    sent = [source] if probing is None else [source, probing.side]
+    check_tensors(head.header, *sent)
+    sent_bytes = sum(side.nbytes for side in sent)
+    expected, declared = head.nbytes + sent_bytes, call.declared_bytes
     if declared is not None and declared != expected:
         code = "truncated_body" if declared < expected else "bad_safetensors"
         raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
-    held.enter_context(call.service.worker.memory(source.nbytes + target.nbytes))
+    held.enter_context(call.service.worker.memory(sent_bytes + target.nbytes))
     try:
         domain = request.domain or judged.standing.policy.default_domain
-        return Translation(judged.entry.loaded, source, target, request, domain, ruling.prefix)
+        return Translation(
+            judged.entry.loaded, source, target, request, domain, ruling.prefix, probing
+        )
     except MemoryError as error:
         raise Problem("out_of_memory", "there is no memory for this request now") from error
+
+
+def _probing(judged: Judged, target: Side) -> Probing | None:
+    if judged.request.probe is None:
+        return None
+
+    def rule(error: float) -> gate.Ruling:
+        return gate.rule(
+            judged.entry,
+            judged.request,
+            judged.standing,
+            allow_unproven=judged.call.service.settings.allow_unproven,
+            pending_seconds=0.0,  # it has its turn on the device already
+            probe_error=error,
+        )
+
+    return Probing(probe_side(target), queries_of(judged.entry), rule)
+
+
+def _ruled_again(judged: Judged, work: Translation) -> Judged:
+    """With the ruling that a probe has led to, if there was one."""
+    if work.ruling is None:
+        return judged
+    judged.call.ledger.note(native_tail=work.ruling.native_tail)
+    return replace(judged, ruling=work.ruling)
+
+
+def _forecast(judged: Judged, work: Translation) -> Judged:
+    """With the KL to be expected of a cache with this score."""
+    policy, score = judged.standing.policy, work.facts.get("score")
+    expected = gate.expected_kl(judged.entry, judged.request, policy, judged.ruling, score)
+    return replace(judged, ruling=replace(judged.ruling, expected_kl=expected))
 
 
 async def _ingest(call: Call, work: Translation) -> None:
@@ -217,7 +265,10 @@ def _emit(
     judged: Judged, running: Running, shadow: ShadowRequest | None, held: AsyncExitStack
 ) -> Response:
     settings = judged.call.service.settings
-    head, headers = answers.translated_head(judged, running.work.target, shadow)
+    tail_token = judged.call.service.guards.give_tail(
+        judged.call.request_id, judged.entry.id, _tail_checks(judged)
+    )
+    head, headers = answers.translated_head(judged, running.work.target, shadow, tail_token)
     return Stream(
         head,
         headers,
@@ -226,4 +277,18 @@ def _emit(
         ended=lambda cut: settle(judged, running, cut),
         grace_seconds=settings.body_grace_seconds,
         bytes_per_second=settings.body_bytes_per_second,
+    )
+
+
+def _tail_checks(judged: Judged) -> tuple[SuffixCheck, ...]:
+    """What can judge the native tail of such an answer; of all domains where none was named."""
+    request, ruling = judged.request, judged.ruling
+    domain = request.domain or judged.standing.policy.default_domain
+    probe_tokens = 0 if request.probe is None else request.probe.tokens
+    prefix_known = ruling.prefix is not None or probe_tokens > 0
+    kind = (prefix_known, request.hops, probe_tokens), ruling.native_tail
+    return tuple(
+        check
+        for (bucket, tail), check in judged.entry.loaded.suffix_checks.items()
+        if (bucket[1:], tail) == kind and domain in (None, bucket.domain)
     )

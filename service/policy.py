@@ -16,6 +16,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mappers.accept import Risk, Rule
+
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -29,8 +31,15 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_kl: float = Field(0.15, gt=0, allow_inf_nan=False, description="Nats a token.")
+    risk: Risk = Field(
+        "exceedance",
+        description="What meets max_kl: exceedance, KLs but for a share alpha; mean, their mean.",
+    )
     alpha: float = Field(0.1, gt=0, lt=1, description="Share of answers that may exceed it.")
     delta: float = Field(0.05, gt=0, lt=1, description="1 - confidence of that.")
+    kl_clip: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Of the mean: a larger KL counts as this."
+    )
     default_domain: Word | None = Field(
         None, description="Domain of requests that name none; none: the worst of all decides."
     )
@@ -39,6 +48,12 @@ class Policy(BaseModel):
     )
     native_tails: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="Native tails that may be chosen; all that were measured when empty."
+    )
+    reprefill_tokens_per_second: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="The target's own prefill, for requests without reprefill_ms; none: unknown.",
     )
     drift_budget: float | None = Field(
         0.5, gt=0, allow_inf_nan=False, description="Most that a session's KLs may add up to."
@@ -68,6 +83,16 @@ class Policy(BaseModel):
         description="2: where several clients are served, no single one moves a breaker.",
     )
 
+    def rule(self, max_kl: float) -> Rule:
+        """The accept rule at a threshold that is this policy's, or tighter."""
+        return Rule(max_kl, self.alpha, self.delta, self.risk, self.kl_clip)
+
+    def check(self) -> None:
+        """What only the policy in force can say of itself. Raises ValueError."""
+        if self.risk == "mean" and not self.kl_clip > self.max_kl:
+            limits = f"kl_clip {self.kl_clip:g} must be above max_kl {self.max_kl:g}"
+            raise ValueError(f"{limits}, or any mean meets it")
+
     @property
     def eps(self) -> float:
         """The share of violations that a breaker tolerates."""
@@ -79,11 +104,13 @@ class Policy(BaseModel):
 
 
 class Policies:
-    """The policy in force for each mapper id."""
+    """The policy in force for each mapper id. Raises ValueError for one that certifies nothing."""
 
     def __init__(self, default: Policy, pairs: Mapping[str, Policy]) -> None:
         self._default = Policy(**{name: getattr(default, name) for name in Policy.model_fields})
         self._pairs = {name: self._default.changed_by(pair) for name, pair in pairs.items()}
+        for policy in (self._default, *self._pairs.values()):
+            policy.check()
 
     def of(self, mapper_id: str) -> Policy:
         """That of one pair."""

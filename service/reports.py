@@ -3,13 +3,18 @@
 import math
 from typing import Literal
 
+import structlog
+
 from service.audience import Audience
 from service.breaker import Breaker, Key, Sample
 from service.errors import Problem
 from service.feedback import Feedback, FeedbackReceipt
+from service.loss import loss_of, violates
 from service.policy import Policies
 from service.shadow import Shadow
 from service.state_file import Answer, StateFile
+
+log = structlog.get_logger("service.reports")
 
 
 class Reports:
@@ -35,10 +40,10 @@ class Reports:
         """Take it in. Raises Problem: unknown, not its owner's, late, or another value."""
         answer = self._owned(feedback.answer_id, token)
         kl = feedback.measured()
-        violation = not kl <= answer.max_kl  # so NaN is one
+        violation = violates(kl, answer.max_kl)
         value = f"{kl!r} {'exact' if feedback.exact else 'at least'}"
         if answer.value is None:
-            answer = self._take(answer, value, violation, exact=feedback.exact, now=now)
+            answer = self._take(answer, value, kl, exact=feedback.exact, now=now)
         elif answer.value != value:
             raise Problem("feedback_differs", "another KL was posted for this answer before")
         breaker, policy = self.breakers.get(answer.key), self._policies.of(answer.key.mapper)
@@ -59,21 +64,40 @@ class Reports:
             raise Problem("wrong_feedback_token", "send the KVT-Feedback-Token of this answer")
         return answer
 
-    def _take(
-        self, answer: Answer, value: str, violation: bool, *, exact: bool, now: float
-    ) -> Answer:
+    def _take(self, answer: Answer, value: str, kl: float, *, exact: bool, now: float) -> Answer:
         if now > answer.issued_seconds + self._seconds:
             raise Problem("answer_expired", f"a KL is taken for {self._seconds:g} seconds")
         policy = self._policies.of(answer.key.mapper)
         shared = self._audience.shared(answer.key, answer.client, now)
-        sample = Sample(violation, exact, answer.client, shared, answer.issued_seconds)
-        breaker = self.breakers.get(answer.key, Breaker.fresh(policy.eps)).under(policy)
+        sample = Sample(
+            loss_of(kl, answer.max_kl, policy),
+            violates(kl, answer.max_kl),
+            exact,
+            answer.client,
+            shared,
+            answer.issued_seconds,
+        )
+        breaker = self.breakers.get(answer.key, Breaker.fresh(policy)).under(policy)
         counted = breaker.takes(sample, policy, now)
         after = breaker.observe(sample, policy, now) if counted else None
         self._file.settle(answer.id, value, answer.key, after, now)
         if after is not None:  # only what is written down holds
             self.breakers[answer.key] = after
+            _say_moved(answer.key, breaker, after)
         return answer._replace(value=value, counted=counted)
+
+
+def _say_moved(key: Key, before: Breaker, after: Breaker) -> None:
+    """A log line where a breaker has opened or closed."""
+    if before.opened_seconds == after.opened_seconds:
+        return
+    facts = {"id": key.mapper, "domain": key.domain, "max_tokens": key.max_tokens}
+    if after.opened_seconds is None:
+        log.info("breaker closed", **facts, samples=before.samples + 1)
+    else:
+        # The last one is a violation, or it would not have opened.
+        violations = before.violations + 1
+        log.warning("breaker opened", **facts, samples=before.samples + 1, violations=violations)
 
 
 def _in_json(kl: float) -> float | Literal["NaN", "Infinity"]:

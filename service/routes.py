@@ -12,13 +12,15 @@ from service import openapi, pipeline
 from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
 from service.call import Call
+from service.digest import ContentDigest
 from service.errors import Problem
-from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt, read_feedback
+from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt
 from service.ledger import Ledger
 from service.openapi import JSON, OCTETS
 from service.schemas import MapperInfo, MapperList, Plan, read_request
 from service.state import Service, service_of
 from service.store import Entry
+from service.tail_feedback import SuffixReceipt, TailFeedback, read_posted
 
 MAX_DOCUMENT_BYTES = 64 * 1024
 
@@ -70,22 +72,35 @@ async def get_mapper(mapper_id: str, service: TheService) -> MapperInfo:
 
 @router.post("/feedback", **openapi.FEEDBACK)
 @router.post("/v1/feedback", include_in_schema=False)
-async def feedback(request: Request, service: TheService) -> FeedbackReceipt:
-    """Report the KL of an answer that came with `KVT-Shadow: requested`; once, or the same again.
+async def feedback(request: Request, service: TheService) -> FeedbackReceipt | SuffixReceipt:
+    """Report the KL of an answer that came with `KVT-Shadow: requested`, or the NLL of the native
+    tail over one that came with `KVT-Suffix: accepted`; once, or the same again.
 
     `KVT-Feedback-Token` is the header of that answer.
     """
-    counter = service.metrics.feedback
+    counter, facts = service.metrics.feedback, request.scope["kvt.facts"]
     try:
         if (bearer := service.settings.feedback_token) is not None:
             _bearer(request, bearer)
-        posted = read_feedback(await _document(request, service, MAX_FEEDBACK_BYTES))
+        posted = read_posted(await _document(request, service, MAX_FEEDBACK_BYTES))
         token = request.headers.get("kvt-feedback-token", "")
+        if isinstance(posted, TailFeedback):
+            return _judge_tail(service, posted, token)
         mapper_id, receipt = await service.guards.report(posted, token)
     except Problem as problem:
         counter.labels("unknown", problem.code).inc()
+        facts.update(outcome="refused", reason=problem.code)
         raise
-    counter.labels(mapper_id, "violation" if receipt.violation else "good").inc()
+    outcome = "violation" if receipt.violation else "good"
+    counter.labels(mapper_id, outcome).inc()
+    facts.update(pair=mapper_id, outcome=outcome, kl=receipt.kl, breaker=receipt.breaker)
+    return receipt
+
+
+def _judge_tail(service: Service, posted: TailFeedback, token: str) -> SuffixReceipt:
+    mapper_id, first, receipt = service.guards.judge_tail(posted, token)
+    if first:
+        service.metrics.suffixes.labels(mapper_id, receipt.suffix.decision).inc()
     return receipt
 
 
@@ -157,5 +172,6 @@ def _open(request: Request, service: Service, accepted: tuple[str, ...]) -> tupl
         limit_bytes=limit,
         grace_seconds=service.settings.body_grace_seconds,
         bytes_per_second=service.settings.body_bytes_per_second,
+        digest=ContentDigest.of_header(request.headers.getlist("content-digest")),
     )
     return body, declared

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from mappers.accept import Risk
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
 from service.errors import Problem
@@ -52,6 +53,18 @@ class TokenSample(BaseModel):
         return self
 
 
+class Probe(BaseModel):
+    """The target's own KV of the prompt's first ``tokens`` tokens, which is in the body as well.
+
+    Tensors ``probe.{i}.k`` and ``probe.{i}.v``, or as the layout has them, in the form of the
+    answer, keys as the target caches them in a prompt of this length.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tokens: int = Field(ge=1, le=1 << 24, description="The size that was measured: 64.")
+
+
 class TranslateRequest(BaseModel):
     """What the caller says of the KV cache that it sends and of the one that it wants.
 
@@ -86,7 +99,9 @@ class TranslateRequest(BaseModel):
         None, description="Token ids at some rows, row 0 being the first that is sent."
     )
     heads: None = Field(None, description="Reserved: a range of kv heads.")
-    probe: None = Field(None, description="Reserved: the target's own KV of the first tokens.")
+    probe: Probe | None = Field(
+        None, description="The target's own KV of the first tokens, for a sharper bound."
+    )
     token_ids_sha256: str | None = Field(
         None, pattern=r"^[0-9a-f]{64}$", description="Returned in the receipt."
     )
@@ -117,10 +132,11 @@ class Receipt(BaseModel):
     """What an answer with tensors says of itself, under ``kvt`` in their metadata.
 
     ``tokens`` rows are answered, from ``start_position``; the target reads the ``native_tail`` rows
-    after them itself. Certified: among such requests P(KL > ``kl_bound``) <= ``alpha`` with
-    confidence 1 - ``delta``, from ``rows`` measured documents. ``unproven`` marks an answer of a
-    service that was told to do without evidence. Equal requests have equal receipts, but for those
-    that the service picks for ``shadow``: the id of any other answer is in the headers only.
+    after them itself. ``guarantee`` says what is certified of such requests, from ``rows``
+    measured documents; ``kl_bound`` was found to lie below ``max_kl``. ``unproven`` marks an
+    answer of a service that was told to do without evidence. Equal requests have equal receipts,
+    but for those that the service picks for ``shadow``: the id of any other answer is in the
+    headers only.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -132,13 +148,21 @@ class Receipt(BaseModel):
     start_position: int
     native_tail: int
     prefix_tokens: int = Field(description="First rows that are the target's own, exactly.")
+    probe_error: float | None = Field(
+        None, description="How far the translation was from the probe that took its place."
+    )
     layout: Layout
     block_tokens: int | None
     dtype: str
     kl_bound: float | None
+    expected_kl: float | None = Field(
+        None, description="Mean KL of measured prompts as unfamiliar as this one; no bound."
+    )
     max_kl: float
+    risk: Risk
     alpha: float
     delta: float
+    kl_clip: float
     rows: int
     guarantee: str
     unproven: bool
@@ -175,8 +199,10 @@ class Plan(BaseModel):
     native_tail: int
     kl_bound: float | None
     max_kl: float
+    risk: Risk
     alpha: float
     delta: float
+    kl_clip: float
     rows: int
     unproven: bool
     expected_ms: float | None = Field(description="Queue and translation, from past requests.")
@@ -240,7 +266,11 @@ class MapperInfo(BaseModel):
     resident_bytes: int
     evidence_rows: int
     certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
+    probe_tokens: int = Field(0, description="Tokens of a probe; 0: it takes none.")
     error: str | None = Field(description="Why it could not be loaded.")
+    why_not_servable: str | None = Field(
+        None, description="Why every request is told to re-prefill; none: some are not."
+    )
     breakers: list[BreakerInfo] = Field(default_factory=list)
 
 
@@ -320,7 +350,9 @@ def _no_constants(name: str) -> NoReturn:
 
 
 _OWN_NAMES = frozenset(
-    name for model in (TranslateRequest, IdentityClaim, TokenSample) for name in model.model_fields
+    name
+    for model in (TranslateRequest, IdentityClaim, TokenSample, Probe)
+    for name in model.model_fields
 )
 # The text of these may hold what was sent, or comes from our own validators.
 _OPAQUE_TYPES = ("value_error", "assertion_error")

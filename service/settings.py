@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -12,7 +12,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from service.policy import Policy
+from service.policy import Policies, Policy
 
 MIB = 1 << 20
 
@@ -71,6 +71,11 @@ class Settings(BaseSettings, Policy):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = Field(True, description="JSON lines; otherwise for people.")
+
+    @model_validator(mode="after")
+    def _policies_that_certify(self) -> Self:
+        Policies(self, self.pairs)
+        return self
 
     @classmethod
     def settings_customise_sources(

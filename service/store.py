@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,10 +17,15 @@ from mappers.errors import ArtifactError, IdentityMismatch, KVTranslatorError
 from mappers.evidence import Evidence
 from mappers.identity import IdentityClaim, ModelIdentity, check
 from mappers.mapper import Mapper
+from mappers.probe import PROBE_TOKENS, ProbeQueries
+from mappers.servable import why_not_servable
+from mappers.suffix import Kind as SuffixKind
+from mappers.suffix import SuffixCheck, fit_suffix
 from mappers.translate import Translator
 from service.content import ContentGate
 from service.errors import Problem
 from service.estimate import RunningFit
+from service.policy import Policies
 from service.schemas import MapperInfo, SideInfo
 from service.settings import Settings
 
@@ -41,6 +46,8 @@ class Loaded:
     content: ContentGate
     gain: float
     offset: float
+    probe_queries: ProbeQueries | None
+    suffix_checks: Mapping[SuffixKind, SuffixCheck]
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class Entry:
     source: ModelIdentity | None = None
     target: ModelIdentity | None = None
     evidence: Evidence | None = None
+    why_not_servable: str | None = None
     timing: RunningFit = field(default_factory=RunningFit)
     _loaded: Loaded | None = None
 
@@ -100,7 +108,9 @@ class Entry:
             resident_bytes=self.resident_bytes,
             evidence_rows=len(evidence.rows) if evidence else 0,
             certified_tokens=sorted(lengths),
+            probe_tokens=PROBE_TOKENS if self._loaded and self._loaded.probe_queries else 0,
             error=self.error,
+            why_not_servable=self.why_not_servable,
         )
 
 
@@ -134,12 +144,21 @@ class Store:
             _refuse_scales(artifact.mapper)
             device, timing = self._settings.device, entry.timing
             entry.put(artifact, self._on_device(lambda: _prepare(artifact, device, timing)))
+            entry.why_not_servable = self._why_not_servable(artifact)
         except KVTranslatorError as error:
             entry.error = str(error)
             entry.state = "ready" if entry.state == "ready" else "failed"
             raise
         finally:
             self._changing.release()
+
+    def _why_not_servable(self, artifact: Artifact) -> str | None:
+        # Asked once: it weighs every domain and length.
+        settings = self._settings
+        policy = Policies(settings, settings.pairs).of(artifact.manifest.mapper_id)
+        if artifact.evidence is None and settings.allow_unproven:
+            return None
+        return why_not_servable(artifact.evidence, policy.rule(policy.max_kl))
 
     def by_id(self, mapper_id: str) -> Entry:
         """Raises ``Problem`` 404."""
@@ -193,6 +212,8 @@ def _prepare(artifact: Artifact, device: str, timing: RunningFit) -> Loaded:
         ),
         gain=max(float(m.weight.float().abs().sum(0).max()) for m in maps),
         offset=max(float(m.bias.float().abs().max()) for m in maps),
+        probe_queries=artifact.probe_queries,
+        suffix_checks=fit_suffix(artifact.evidence.rows if artifact.evidence else ()),
     )
     _try_out(loaded, timing)
     return loaded

@@ -1,22 +1,26 @@
 """One translation: its sizes, its two buffers, and the work that the device thread does on them."""
 
+import contextlib
 import math
 import time
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mappers.cache import DTYPES, KVCache, consecutive
+from mappers.cache import DTYPES, KVCache
 from mappers.errors import NonFinite
-from mappers.identity import IdentityClaim, ModelIdentity
-from mappers.layouts import Geometry, Layout, read_layer, tensor_names, tensor_shape, write_layer
+from mappers.layouts import Layout, read_layer, write_layer
+from mappers.probe import translation_error
+from mappers.sample import largest
 from service.errors import Problem
+from service.gate import Ruling
+from service.probing import Probing
 from service.schemas import TranslateRequest
+from service.side import Side
 from service.store import Loaded
-from service.wire import ITEM_BYTES, Header, TensorSpec
+from service.wire import TensorSpec
 from service.worker import Emission
 
 # A rotation adds at most two numbers, and scaling factors (YaRN) lie well below 4.
@@ -25,71 +29,13 @@ ROTARY_MARGIN = 8.0
 POISON = 0xFF
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """Names, shape, dtype and size of one cache on the wire."""
-
-    layout: Layout
-    geometry: Geometry
-    dtype: str
-
-    @classmethod
-    def of(
-        cls, identity: ModelIdentity, claim: IdentityClaim, request: TranslateRequest, tokens: int
-    ) -> Self:
-        """The cache of ``tokens`` rows that the request declares. May raise ``LayoutError``."""
-        geometry = Geometry(
-            identity.num_layers,
-            tokens,
-            identity.num_kv_heads,
-            identity.head_dim,
-            request.block_tokens,
-        )
-        return cls(request.layout, geometry, claim.kv_dtype or claim.dtype)
-
-    @property
-    def names(self) -> list[str]:
-        """Tensor names in layer order."""
-        layers = range(self.geometry.layers)
-        every = (name for i in layers for name in tensor_names(self.layout, i))
-        return list(dict.fromkeys(every))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of every tensor."""
-        return tensor_shape(self.layout, self.geometry)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return len(self.names) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-def check_tensors(header: Header, side: Side) -> None:
-    """The header must hold exactly the declared tensors. Raises ``Problem`` 422."""
-    names, shape = set(side.names), side.shape
-    if header.tensors.keys() != names:
-        raise Problem(
-            "layer_set",
-            f"{side.geometry.layers} layers in layout {side.layout.value} are {len(names)} "
-            f"tensors; the body holds {len(header.tensors)}, or others",
-        )
-    for spec in header.tensors.values():
-        if spec.dtype != side.dtype:
-            raise Problem(
-                "dtype_unsupported", f"declared are {side.dtype} tensors, one is {spec.dtype}"
-            )
-        if spec.shape != shape:
-            raise Problem(
-                "bad_shape", f"declared are tensors of {list(shape)}, one is {list(spec.shape)}"
-            )
-
-
 class Translation:
     """The buffers of one request and what the device thread does with them.
 
-    Memory: the source as received and the target as sent, once each. ``run`` ends with ``refusal``
-    None, or with a reason from the closed list; ``facts`` are what the content gate measured.
+    Memory: the source and the probe as received and the target as sent, once each. ``run`` ends
+    with ``refusal`` None, or with a reason from the closed list; ``facts`` are what the content
+    gate measured. With a probe ``target`` is the largest that the answer can be, until the probe's
+    error is known and the gate has ruled again: that is ``ruling`` then.
     """
 
     def __init__(
@@ -100,57 +46,70 @@ class Translation:
         request: TranslateRequest,
         domain: str | None,
         prefix: KVCache | None,
+        probing: Probing | None = None,
     ) -> None:
         self.target = target
-        self._loaded, self._source = loaded, source
+        self._loaded, self._source, self._probing = loaded, source, probing
         self._request, self._domain, self._prefix = request, domain, prefix
-        self._received = np.empty(source.nbytes, np.uint8)
+        probe_bytes = 0 if probing is None else probing.side.nbytes
+        self._received = np.empty(source.nbytes + probe_bytes, np.uint8)
         self._answer = np.empty(target.nbytes, np.uint8)
         self.seconds: dict[str, float] = {}
         self.facts: dict[str, float | str] = {}
         self.refusal: str | None = None
+        self.ruling: Ruling | None = None
         self.proven_finite = False
 
     @property
     def input(self) -> memoryview:
-        """Where the source's bytes go, in the order of the request's header."""
+        """Where the bytes of the request's tensors go, in the order of its header."""
         return self._received.data
 
     @property
     def output(self) -> memoryview:
         """The answer's bytes, after its header."""
-        return self._answer.data
+        return self._answer.data[: self.target.nbytes]
 
     def run(self, tensors: dict[str, TensorSpec], emission: Emission) -> None:
-        """On the device thread: inspect the source, then translate layer by layer."""
-        started = time.perf_counter()
-        source = self._read(tensors)
-        inspection = self._loaded.content.inspect(source, self._request, self._domain)
-        inspected = time.perf_counter()
-        self.seconds["content_gate"] = inspected - started
-        self.refusal, self.facts = inspection.reason, inspection.facts
-        if self.refusal is not None:
-            return
-        self.proven_finite = self._bounded(inspection.largest)
+        """On the device thread: inspect what was sent, then translate layer by layer."""
+        data = torch.from_numpy(self._received)
+        source = self._source.read(data, tensors, self._request.start_position)
         try:
-            self._translate(source, emission)
+            with self._timed("content_gate"):
+                self._inspect(source)
+                if self._probing is not None and self.refusal is None:
+                    self._compare(self._probing, source, self._probing.side.read(data, tensors, 0))
+            if self.refusal is None:
+                with self._timed("translate"):
+                    self._translate(source, emission)
         except NonFinite:
             self.refusal = "non_finite"
-        self.seconds["translate"] = time.perf_counter() - inspected
 
-    def _read(self, tensors: dict[str, TensorSpec]) -> KVCache:
-        side = self._source
-        raw = torch.from_numpy(self._received)
-        parts = {
-            name: raw[spec.begin : spec.end].view(DTYPES[spec.dtype]).view(spec.shape)
-            for name, spec in tensors.items()
-        }
-        layers = range(side.geometry.layers)
-        pairs = [read_layer(side.layout, parts, i, side.geometry) for i in layers]
-        keys, values = zip(*pairs, strict=True)
-        return KVCache(
-            keys, values, consecutive(side.geometry.tokens, self._request.start_position)
-        )
+    def _inspect(self, source: KVCache) -> None:
+        inspection = self._loaded.content.inspect(source, self._request, self._domain)
+        self.refusal, self.facts = inspection.reason, inspection.facts
+        self.proven_finite = self._bounded(inspection.largest)
+
+    def _compare(self, probing: Probing, source: KVCache, native: KVCache) -> None:
+        """Have the gate rule again, now that the probe shows how far off the translation is."""
+        if not bool(largest(native).isfinite().all()):
+            self.refusal = "non_finite"
+            return
+        error = translation_error(probing.queries, self._loaded.translator, source, native)
+        self.facts["probe_error"] = error
+        self.ruling = probing.rule(error)
+        self.refusal = self.ruling.reason
+        if self.refusal is None:
+            self.target = self.target.with_tokens(self.ruling.tokens)
+            self._prefix = native
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = time.perf_counter() - started
 
     def _bounded(self, largest: float) -> bool:
         """Whether no value of the answer can leave the range of its dtype."""
@@ -178,7 +137,8 @@ class Translation:
 
     def _parts(self) -> dict[str, Tensor]:
         side = self.target
-        whole = torch.from_numpy(self._answer).fill_(POISON).view(DTYPES[side.dtype])
+        answer = torch.from_numpy(self._answer)[: side.nbytes]
+        whole = answer.fill_(POISON).view(DTYPES[side.dtype])
         return dict(zip(side.names, whole.view(len(side.names), *side.shape), strict=True))
 
     def _emitted_dtype(self) -> torch.dtype:

@@ -10,7 +10,8 @@ from mappers.cache import DTYPES, KVCache
 from mappers.errors import LayoutError
 from mappers.layouts import Layout
 from service import wire
-from service.schemas import TranslateRequest
+from service.digest import content_digest
+from service.schemas import Probe, TranslateRequest
 
 CONTENT_TYPE = "application/vnd.safetensors"
 CHUNK_BYTES = 1 << 20
@@ -21,23 +22,21 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Upload:
     """Header bytes, then the tensors in layer order, each [T, H, D]; iterate it for the body.
 
-    At most one layer's tensor is copied at a time, and only when it is not contiguous or not in
-    host memory. It can be iterated again, and also asynchronously.
+    A probe's tensors are the last. At most one layer's tensor is copied at a time, and only when it
+    is not contiguous or not in host memory. It can be iterated again, and also asynchronously.
     """
 
     header: bytes
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, cache: KVCache, request: TranslateRequest) -> "Upload":
-        """Raises LayoutError when ``request`` does not describe ``cache``."""
+    def of(
+        cls, cache: KVCache, request: TranslateRequest, probe: KVCache | None = None
+    ) -> "Upload":
+        """Raises LayoutError when ``request`` does not describe ``cache`` and ``probe``."""
         _check(cache, request)
-        pairs = list(zip(cache.keys, cache.values, strict=True))
-        named = [
-            (f"layers.{i}.{kind}", t)
-            for i, pair in enumerate(pairs)
-            for kind, t in zip("kv", pair, strict=True)
-        ]
+        _check_probe(probe, request)
+        named = [*_named("layers", cache), *(_named("probe", probe) if probe else ())]
         specs = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in named]
         document = request.model_dump_json(exclude_defaults=True)
         header, _ = wire.write_header(specs, {"kvt": document})
@@ -53,6 +52,10 @@ class Upload:
         """The HTTP headers that go with this body."""
         return {"content-type": CONTENT_TYPE, "content-length": str(self.content_length)}
 
+    def digest_headers(self) -> dict[str, str]:
+        """Content-Digest (RFC 9530); the whole body is read for it once."""
+        return {"content-digest": content_digest(self)}
+
     def __iter__(self) -> Iterator[bytes]:
         yield self.header
         for tensor in self.tensors:
@@ -63,6 +66,13 @@ class Upload:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for chunk in self:
             yield chunk
+
+
+def announcing(request: TranslateRequest, probe: KVCache | None) -> TranslateRequest:
+    """The request for a cache that is sent with this probe."""
+    if probe is None:
+        return request
+    return request.model_copy(update={"probe": Probe(tokens=probe.tokens)})
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -81,3 +91,18 @@ def _check(cache: KVCache, request: TranslateRequest) -> None:
             f"the cache's positions run from {first} to {last}, the request says "
             f"{request.tokens} from {request.start_position}"
         )
+
+
+def _check_probe(probe: KVCache | None, request: TranslateRequest) -> None:
+    announced = 0 if request.probe is None else request.probe.tokens
+    given = 0 if probe is None else probe.tokens
+    if announced != given:
+        raise LayoutError(f"the request announces a probe of {announced} tokens, given are {given}")
+    if probe is not None and probe.positions.tolist() != list(range(given)):
+        raise LayoutError("a probe holds the prompt's first tokens, from position 0 on")
+
+
+def _named(stem: str, cache: KVCache) -> Iterator[tuple[str, Tensor]]:
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        yield f"{stem}.{layer}.k", keys
+        yield f"{stem}.{layer}.v", values

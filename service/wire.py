@@ -41,7 +41,7 @@ _MEMBER = re.compile(
     rf'|data_offsets"{_SPACE}:{_SPACE}\[(?P<offsets>{_SPACE}{_NUMBER}{_SPACE},'
     rf"{_SPACE}{_NUMBER}{_SPACE})\]){_SPACE}"
 )
-_TENSOR_NAME = re.compile(r"kv|layers\.(?:0|[1-9][0-9]{0,3})\.(?:k|v|kv)")
+_TENSOR_NAME = re.compile(r"(?:probe\.)?kv|(?:layers|probe)\.(?:0|[1-9][0-9]{0,3})\.(?:k|v|kv)")
 _TOKENS = {mark: re.compile(_SPACE + re.escape(mark) + _SPACE) for mark in '{}:,"'}
 
 

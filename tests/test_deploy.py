@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.metrics import Metrics
+from service.app import create_app
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,10 @@ def rules() -> list[dict[str, Any]]:
 
 
 def exported_names() -> set[str]:
-    families = Metrics(version="0").registry.collect()
+    service = create_app(Settings()).state.service
+    families = list(service.metrics.registry.collect())
+    service.worker.stop()
+    service.guards.close()
     suffixes = ("", "_total", "_bucket", "_sum", "_count", "_info")
     return {family.name + suffix for family in families for suffix in suffixes}
 
@@ -77,6 +80,18 @@ def test_compose_publishes_on_the_loopback_address_only() -> None:
     ports = [port for service in services for port in service.get("ports", [])]
     assert len(ports) == 2
     assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_state_file_is_on_a_volume_that_the_service_may_write_to() -> None:
+    compose = read("compose.yaml")
+    service = compose["services"]["kvt"]
+    folder = str(Path(service["environment"]["KVT_STATE"]).parent)
+    name, _, mounted = service["volumes"][0].partition(":")
+    assert mounted == folder
+    assert name in compose["volumes"]
+    # A new volume takes owner and mode from the folder of the image.
+    user = re.findall(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)[-1]
+    assert f"install -d -o {user} -g {user} -m 700 {folder}\n" in DOCKERFILE
 
 
 def test_prometheus_scrapes_the_service_and_finds_its_rules() -> None:

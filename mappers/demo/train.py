@@ -8,8 +8,8 @@ The steps, each skipped when its result is there already, so that a rerun resume
 4. ``large``: grown from ``small`` by putting a new layer behind each one, rope_theta 500,000
 5. bf16 weights, held-out perplexities beside a trigram model's, loss curve, model card figures
 
-The packages to install are in ``corpus.py``; the extra Python packages are ``beautifulsoup4``
-and ``matplotlib``. On two CPU cores it takes about 100 minutes.
+The packages to install are in ``corpus.py``; the extra Python package is
+``beautifulsoup4``. On two CPU cores it takes about 100 minutes.
 """
 
 import json

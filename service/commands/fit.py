@@ -1,7 +1,7 @@
 """``kvt fit``: two models and text in, an artifact out."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -11,15 +11,19 @@ from service.commands.exits import Code, Failure, fault_of
 from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
+if TYPE_CHECKING:
+    from mappers.models import ModelSpec
+
 Recipe = Literal["full_head", "head_local", "top_heads"]
 Method = Literal["top", "greedy"]
 RowWeights = Literal["none", "attention"]
 _TEXT, _FIT, _EVIDENCE = "Text", "Fit", "Evidence"
 
 
+@models.pair_options
 def fit(
-    source: models.Source,
-    target: models.Target,
+    source: "ModelSpec",
+    target: "ModelSpec",
     calibration: Annotated[
         list[Path], typer.Option(help="Text files, folders or jsonl.", rich_help_panel=_TEXT)
     ],
@@ -110,16 +114,6 @@ def fit(
     delta: Annotated[
         float, typer.Option(help="1 - confidence of alpha.", rich_help_panel=_EVIDENCE)
     ] = 0.05,
-    source_name: models.SourceName = None,
-    source_version: models.SourceVersion = None,
-    source_gguf: models.SourceGguf = None,
-    source_drop_layers: models.SourceDropLayers = None,
-    source_dtype: models.SourceDtype = "float32",
-    target_name: models.TargetName = None,
-    target_version: models.TargetVersion = None,
-    target_gguf: models.TargetGguf = None,
-    target_drop_layers: models.TargetDropLayers = None,
-    target_dtype: models.TargetDtype = "float32",
 ) -> None:
     """Fit a mapper for a pair of models and measure it on held-out text.
 
@@ -133,12 +127,8 @@ def fit(
     lists = {"lengths": lengths, "native_tails": native_tails}
     try:
         plan = FitPlan(
-            source=models.spec(
-                source, source_name, source_version, source_gguf, source_drop_layers, source_dtype
-            ),
-            target=models.spec(
-                target, target_name, target_version, target_gguf, target_drop_layers, target_dtype
-            ),
+            source=source,
+            target=target,
             calibration=tuple(calibration),
             evaluation=by_domain(held_out or []),
             root=root,

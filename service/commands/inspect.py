@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
@@ -16,13 +16,15 @@ from service.commands.options import Config
 from service.settings import Settings
 
 if TYPE_CHECKING:
+    from mappers.accept import Rule, Verdict
     from mappers.artifact import Artifact
-    from mappers.evidence import Evidence, Verdict
+    from mappers.evidence import Evidence
     from mappers.manifest import Manifest
-    from mappers.servable import Rule
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
+# n rows an input add about 1 / n to the error of a least-squares fit; rows of one text add more.
+_FEW_ROWS = 10
 _SERVED = Settings.model_fields
 
 
@@ -38,6 +40,15 @@ def inspect(
     delta: Annotated[
         float, typer.Option(help="1 - confidence of that.", rich_help_panel=_RULE)
     ] = _SERVED["delta"].default,
+    risk: Annotated[
+        Literal["exceedance", "mean"],
+        typer.Option(
+            help="What meets max_kl: all but a share alpha, or the mean.", rich_help_panel=_RULE
+        ),
+    ] = _SERVED["risk"].default,
+    kl_clip: Annotated[
+        float, typer.Option(help="Of the mean: a larger KL counts as this.", rich_help_panel=_RULE)
+    ] = _SERVED["kl_clip"].default,
 ) -> None:
     """Show an artifact: pair, recipe, sizes, measured KL, and for which prompts it may be used.
 
@@ -45,19 +56,23 @@ def inspect(
     reading that tail alone and of reading nothing, and how much of what reading brings is kept.
     """
     from mappers import artifact as artifacts
-    from mappers.servable import Rule, why_not_servable
+    from mappers.accept import Rule
+    from mappers.servable import why_not_servable
 
     del config
     if not (0 < alpha < 1 and 0 < delta < 1):
         raise typer.BadParameter("alpha and delta lie between 0 and 1")
+    if risk == "mean" and not kl_clip > max_kl:
+        raise typer.BadParameter("kl_clip must be above max_kl, or any mean meets it")
     loaded = artifacts.load(artifact)
     console = Console()
     console.print(_facts(loaded), _identities(loaded.manifest), sep="\n")
-    rule = Rule(max_kl, alpha, delta)
+    rule = Rule(max_kl, alpha, delta, risk, kl_clip)
     if loaded.evidence is not None:
         console.print(evidence_tables(loaded.evidence, rule))
     why = why_not_servable(loaded.evidence, rule)
     if why is not None:
+        why += _too_little_text(loaded)
         console.print(f"[bold]Not servable[/]: {escape(why)}.", soft_wrap=True)
 
 
@@ -77,7 +92,7 @@ def _facts(artifact: "Artifact") -> Table:
         "made": f"{manifest.created_at:%Y-%m-%d %H:%M} UTC, bundle {manifest.bundle_version}",
         "recipe": f"{manifest.recipe}, {read} source layers a target layer, ridge "
         f"{manifest.ridge:g}, first {manifest.skipped_positions} positions left out",
-        "fitted on": _calibration(manifest),
+        "fitted on": _calibration(artifact),
         "size": f"{manifest.weight_bytes / 1e6:.1f} MB of {manifest.weights_dtype} weights, "
         f"{manifest.prefix_bytes / 1e6:.2f} MB for {len(artifact.mapper.prefixes)} exact prefixes",
         "work": f"{manifest.flops_per_token / 1e6:.2f} MFLOP a token",
@@ -89,11 +104,26 @@ def _facts(artifact: "Artifact") -> Table:
     return table
 
 
-def _calibration(manifest: "Manifest") -> str:
-    facts = manifest.calibration
+def _calibration(artifact: "Artifact") -> str:
+    facts = artifact.manifest.calibration
     if facts is None:
         return "not said (imported)"
-    return f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.rows:,} rows"
+    read = f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.rows:,} rows"
+    return f"{read}, {_rows_an_input(artifact):.1f} an input"
+
+
+def _too_little_text(artifact: "Artifact") -> str:
+    """What is most often wrong with a mapper that is no good."""
+    if not _rows_an_input(artifact) < _FEW_ROWS:
+        return ""
+    return f"; it was fitted on only {_rows_an_input(artifact):.1f} rows an input"
+
+
+def _rows_an_input(artifact: "Artifact") -> float:
+    """Rows of the fit for each number that a map reads; infinite where they are not known."""
+    facts = artifact.manifest.calibration
+    inputs = max(layer.keys.weight.shape[0] for layer in artifact.mapper.layers)
+    return math.inf if facts is None else facts.rows / inputs
 
 
 def _identities(manifest: "Manifest") -> Table:
@@ -144,15 +174,15 @@ def _deep(evidence: "Evidence") -> Iterator[Table]:
         table = Table(title="Drift, KL by turn", title_justify="left", box=box.SIMPLE)
         for column in ("domain", "turn", "KL", "more than one translation"):
             table.add_column(column, justify="right")
-        for (domain, turn), (kl, added) in drift_points(evidence.drift).items():
-            table.add_row(domain, f"{turn}", f"{kl.mean:.4f}", f"{added.mean:+.4f}")
+        for (domain, turn), found in drift_points(evidence.drift).items():
+            table.add_row(domain, f"{turn}", f"{found.kl.mean:.4f}", f"{found.added.mean:+.4f}")
         yield table
 
 
 def _measured(
     evidence: "Evidence", cells: "dict[Setting, Cell]", domain: str, rule: "Rule"
 ) -> Table:
-    from mappers.evidence import Arm, kl_bound
+    from mappers.evidence import Arm
     from mappers.summary import by_setting, recovered
 
     grouped = by_setting(evidence)
@@ -165,7 +195,7 @@ def _measured(
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for key, cell in cells.items():
-        if (key.domain, key.arm, key.prefix_known, key.hops) != (domain, Arm.TRANSLATED, True, 0):
+        if key[0] != domain or key[2] != Arm.TRANSLATED or key[4:] != (True, 0, 0):
             continue
         kls = grouped[key]
         alone = cells.get(key._replace(arm=Arm.LAST_TOKENS, prefix_known=False))
@@ -176,7 +206,7 @@ def _measured(
             f"{key.native_tail}",
             f"{cell.documents}",
             f"{cell.kl:.4f}",
-            nats(kl_bound(kls, rule.alpha, rule.delta)),
+            nats(rule.bound([row.kl for row in kls])),
             "-" if alone is None else f"{alone.kl:.3f}",
             "-" if nothing is None else f"{nothing.kl:.3f}",
             f"{cell.top1:.1%}",
@@ -201,10 +231,10 @@ _COLUMNS = (
 
 
 def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
-    from mappers.evidence import decide
+    from mappers.accept import decide
 
     table = Table(
-        title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {1 - rule.alpha:.0%} of prompts, "
+        title=f"Served: max_kl {rule.max_kl:g}, bounds hold for {_whom(rule)}, "
         f"{1 - rule.delta:.0%} sure",
         title_justify="left",
         box=box.SIMPLE,
@@ -221,12 +251,18 @@ def _decisions(evidence: "Evidence", domains: list[str], rule: "Rule") -> Table:
                     tokens=length,
                     domain=domain,
                     prefix_known=known,
-                    **rule._asdict(),
+                    rule=rule,
                 )
                 for known in (True, False)
             ]
             table.add_row(domain, f"{length}", *(_said(verdict) for verdict in verdicts))
     return table
+
+
+def _whom(rule: "Rule") -> str:
+    if rule.risk == "mean":
+        return f"the mean, KLs cut at {rule.kl_clip:g}"
+    return f"{1 - rule.alpha:.0%} of prompts"
 
 
 def _said(verdict: "Verdict") -> str:

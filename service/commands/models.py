@@ -1,7 +1,9 @@
 """The options that name a pair of models, and the ``ModelSpec`` of each side."""
 
+import inspect
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -9,40 +11,58 @@ if TYPE_CHECKING:
     from mappers.models import ModelSpec
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+SIDES = ("source", "target")
+_OPTIONS: dict[str, tuple[Any, object, str]] = {
+    "name": (str | None, None, "What requests call it (default: the folder's name or hub id)."),
+    "version": (str | None, None, "Immutable version (default: the weights' digest or commit)."),
+    "gguf": (str | None, None, "GGUF file inside the folder."),
+    "drop_layers": (str | None, None, "Decoder layers to leave out, such as 10-17 or 3,5."),
+    "dtype": (Dtype, "float32", "What it computes in."),
+}
+_ANNOTATED: Any = Annotated
 
 
-def _side(side: str, what: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(help=what, rich_help_panel=f"{side} model")
-    return option
+def pair_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes ``source`` and ``target``, each a ModelSpec, options for both."""
+
+    def run(**given: Any) -> None:
+        for side in SIDES:
+            options = {name: given.pop(f"{side}_{name}") for name in _OPTIONS}
+            given[side] = spec(given[side], **options)
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        folder = _option(name, "", str, inspect.Parameter.empty, "Folder, or its id on the hub.")
+        parameters.append(folder if name in SIDES else _keyword(parameter))
+    for side in SIDES:
+        parameters += [_option(side, f"_{name}", *what) for name, what in _OPTIONS.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
-_FOLDER = "Folder of the model, or its id on the hub."
-_NAME = "What requests call it (default: the folder's name or the hub id)."
-_VERSION = "Immutable version (default: digest of the weights, or the hub's commit)."
-_GGUF = "GGUF file inside the folder."
-_DROP = "Decoder layers to leave out, such as 10-17 or 3,5."
-_DTYPE = "What it computes in."
+def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
+    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
-Source = Annotated[str, _side("Source", _FOLDER)]
-SourceName = Annotated[str | None, _side("Source", _NAME)]
-SourceVersion = Annotated[str | None, _side("Source", _VERSION)]
-SourceGguf = Annotated[str | None, _side("Source", _GGUF)]
-SourceDropLayers = Annotated[str | None, _side("Source", _DROP)]
-SourceDtype = Annotated[Dtype, _side("Source", _DTYPE)]
-Target = Annotated[str, _side("Target", _FOLDER)]
-TargetName = Annotated[str | None, _side("Target", _NAME)]
-TargetVersion = Annotated[str | None, _side("Target", _VERSION)]
-TargetGguf = Annotated[str | None, _side("Target", _GGUF)]
-TargetDropLayers = Annotated[str | None, _side("Target", _DROP)]
-TargetDtype = Annotated[Dtype, _side("Target", _DTYPE)]
+
+def _option(side: str, name: str, kind: Any, default: object, what: str) -> inspect.Parameter:
+    info = typer.Option(help=what, rich_help_panel=f"{side.capitalize()} model")
+    return inspect.Parameter(
+        f"{side}{name}",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=_ANNOTATED[kind, info],
+    )
 
 
 def spec(
     path: str,
+    *,
     name: str | None,
     version: str | None,
-    gguf_file: str | None,
-    dropped: str | None,
+    gguf: str | None,
+    drop_layers: str | None,
     dtype: Dtype,
 ) -> "ModelSpec":
     """The spec that one side's options describe."""
@@ -52,8 +72,8 @@ def spec(
         path=path,
         name=name,
         version=version,
-        gguf_file=gguf_file,
-        drop_layers=layer_numbers(dropped) if dropped else (),
+        gguf_file=gguf,
+        drop_layers=layer_numbers(drop_layers) if drop_layers else (),
         dtype=dtype,
     )
 

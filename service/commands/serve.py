@@ -98,12 +98,15 @@ _GROUPS = {
     "Where and what": ("config", "host", "port", "metrics_port", "artifacts", "device", "threads"),
     "When a translation is good enough": (
         "max_kl",
+        "risk",
         "alpha",
         "delta",
+        "kl_clip",
         "default_domain",
         "allow_unproven",
         "domains",
         "native_tails",
+        "reprefill_tokens_per_second",
         "drift_budget",
     ),
     "When earlier answers were not good enough": (

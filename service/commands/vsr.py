@@ -1,12 +1,15 @@
 """``kvt export`` and ``kvt import``: the mapper format of vLLM Semantic Router."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from service.commands import models
 from service.commands.options import Config
+
+if TYPE_CHECKING:
+    from mappers.models import ModelSpec
 
 Format = Annotated[Literal["vsr"], typer.Option(help="vsr: vLLM Semantic Router.")]
 Folder = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Its folder.")]
@@ -30,23 +33,14 @@ def export(
     typer.echo(vsr.export_vsr(loaded, root, without_prefixes=without_prefixes))
 
 
+@models.pair_options
 def import_(
     folder: Folder,
     root: Annotated[Path, typer.Argument(help="The artifact becomes a folder in this one.")],
-    source: models.Source,
-    target: models.Target,
+    source: "ModelSpec",
+    target: "ModelSpec",
     config: Config = None,
     format: Format = "vsr",
-    source_name: models.SourceName = None,
-    source_version: models.SourceVersion = None,
-    source_gguf: models.SourceGguf = None,
-    source_drop_layers: models.SourceDropLayers = None,
-    source_dtype: models.SourceDtype = "float32",
-    target_name: models.TargetName = None,
-    target_version: models.TargetVersion = None,
-    target_gguf: models.TargetGguf = None,
-    target_drop_layers: models.TargetDropLayers = None,
-    target_dtype: models.TargetDtype = "float32",
 ) -> None:
     """Read a mapper in another project's format; it has no evidence until kvt evaluate adds it.
 
@@ -57,14 +51,5 @@ def import_(
 
     del config, format
     models.quiet()
-    small = load_model(
-        models.spec(
-            source, source_name, source_version, source_gguf, source_drop_layers, source_dtype
-        )
-    )
-    large = load_model(
-        models.spec(
-            target, target_name, target_version, target_gguf, target_drop_layers, target_dtype
-        )
-    )
+    small, large = load_model(source), load_model(target)
     typer.echo(vsr.import_vsr(folder, root, small.identity, large.identity))

@@ -103,6 +103,11 @@ def exponent_bit_set(cache: KVCache, context: Context) -> KVCache:
     return _flipped(cache, context, lambda zero: zero.index(True))
 
 
+def exponent_bit_cleared(cache: KVCache, context: Context) -> KVCache:
+    """The highest exponent bit that is 1, of one number anywhere, became 0: it is smaller now."""
+    return _flipped(cache, context, lambda zero: zero.index(False))
+
+
 def exponent_bit_flipped(cache: KVCache, context: Context) -> KVCache:
     """Any exponent bit of one number anywhere: half of these make it smaller."""
     return _flipped(cache, context, lambda zero: context.seed % len(zero))
@@ -138,6 +143,7 @@ CORRUPTIONS: dict[str, Corruption] = {
         theta_far_off,
         theta_off_by_2_percent,
         exponent_bit_set,
+        exponent_bit_cleared,
         exponent_bit_flipped,
         layer_zeroed,
         last_quarter_zeroed,

@@ -8,6 +8,7 @@ from mappers.arms import CONTINUATION_TOKENS, read_document, read_tail
 from mappers.cache import KVCache, from_hf
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
+from mappers.scored import read_scored
 from mappers.translate import Translator
 
 LENGTH = 80
@@ -95,3 +96,19 @@ def test_the_prefix_is_the_tables_or_else_the_targets_own_first_token(
         torch.testing.assert_close(exact[:tokens], native.keys[1][:tokens], rtol=1e-4, atol=1e-4)
         assert torch.equal(exact[tokens:], mapped[tokens:])
         assert not torch.allclose(exact[:tokens], mapped[:tokens], atol=0.1)
+
+
+def test_scores_in_stretches_are_those_of_one_pass(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = torch.tensor([60, 3, 60, 110])
+    ids = torch.stack([IDS, IDS.flip(0)])
+    whole = read_scored(target.model, ids, logits_at=at)
+    logits, _ = hf_compat.read(target.model, ids)
+    monkeypatch.setattr("mappers.scored.LOGITS_AT_MOST", 2 * 4_096 * 25)
+    parts = read_scored(target.model, ids, logits_at=at)
+    expected = -logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    for found in (whole, parts):
+        torch.testing.assert_close(found.logits, logits[:, at], rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(found.nll, expected, rtol=1e-4, atol=2e-4)
+        assert found.cache.get_seq_length() == ids.shape[1]

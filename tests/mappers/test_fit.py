@@ -18,6 +18,7 @@ from mappers.fit import fit, fit_pair
 from mappers.hf_compat import read
 from mappers.models import LoadedModel, ModelSpec
 from mappers.plan import FitPlan
+from mappers.probe import PROBE_TOKENS
 
 
 @pytest.fixture
@@ -70,6 +71,10 @@ def test_a_fitted_artifact_holds_mapper_evidence_and_report(
     assert (calibration.documents, calibration.rows) == (9, 12 * 31)
     assert loaded.manifest.r2_keys is not None
     assert loaded.mapper.prefixes.longest_match((0, 5)) is not None
+    assert loaded.profile is not None
+    assert loaded.probe_queries is not None
+    assert {row.probe_tokens for row in loaded.evidence.rows} == {0, PROBE_TOKENS}
+    assert all(row.score is not None for row in loaded.evidence.rows if row.arm is Arm.TRANSLATED)
     assert "</html>" in (folder / "report.html").read_text()
     assert sorted(p.name for p in (tmp_path / "root").iterdir()) == [folder.name]
 

@@ -16,7 +16,12 @@ from tests.mappers.texts import AUTHOR, SKIPPED, builder, profile
 
 TEXTS = 50
 FALSE_REFUSALS = 0.02
-UNSEEN = {"another_documents_cache", "exponent_bit_flipped", "theta_off_by_2_percent"}
+UNSEEN = {
+    "another_documents_cache",
+    "exponent_bit_cleared",
+    "exponent_bit_flipped",
+    "theta_off_by_2_percent",
+}
 HELD_OUT = [AUTHOR.ids(seed, 120 + seed % 80) for seed in range(5000, 5000 + TEXTS)]
 
 

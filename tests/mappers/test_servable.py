@@ -7,13 +7,14 @@ import torch
 
 from mappers import artifact
 from mappers import fit as fitting
+from mappers.accept import Rule, decide
 from mappers.cache import KVCache
 from mappers.collect import aligned
-from mappers.evidence import Arm, Evidence, EvidenceRow, decide
+from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.fit import fit_pair
 from mappers.models import LoadedModel, ModelSpec
 from mappers.plan import FitPlan
-from mappers.servable import Rule, why_not_servable
+from mappers.servable import why_not_servable
 
 USUAL = Rule(max_kl=0.05, alpha=0.5, delta=0.2)
 GENEROUS = USUAL._replace(max_kl=1e6)
@@ -62,6 +63,14 @@ def test_the_line(evidence: Evidence | None, line: str | None) -> None:
         assert "\n" not in got
 
 
+def test_the_line_follows_the_risk() -> None:
+    rule = Rule(max_kl=0.3, alpha=0.1, delta=0.05, risk="mean", kl_clip=2.0)
+    assert why_not_servable(record(0.05, 0.5, 0.9), rule) is None
+    few = why_not_servable(record(0.2, 0.5, 0.9, documents=5), rule) or ""
+    assert f"5 documents of a length were measured, {rule.documents_needed()} are needed" in few
+    assert "lowest certified KL is" in (why_not_servable(record(0.8, 0.9, 1.5), rule) or "")
+
+
 def test_a_tail_that_does_the_work_alone_is_tested_but_never_chosen() -> None:
     rows = [
         row(arm, kl + 0.01 * (n % 7), n, tail=tail)
@@ -78,7 +87,7 @@ def test_a_tail_that_does_the_work_alone_is_tested_but_never_chosen() -> None:
     def verdict(max_kl: float) -> tuple[object, ...]:
         return decide(
             evidence, tokens=128, domain="chat", prefix_known=True,
-            max_kl=max_kl, alpha=0.1, delta=0.05,
+            rule=Rule(max_kl, 0.1, 0.05),
         )[:3]  # fmt: skip
 
     assert verdict(0.3) == ("translate", None, 32)
@@ -156,5 +165,5 @@ def test_a_fit_that_asks_for_a_level_fails_before_any_model_runs(
 
     monkeypatch.setattr(fitting, "collect", lambda *_, **__: pytest.fail("a model was run"))
     asked = plan.model_copy(update={"alpha": 0.1, "delta": 0.05})
-    with pytest.raises(TooFewData, match="a: 4 documents .* need 29"):
+    with pytest.raises(TooFewData, match="a: 4 documents .* need 30"):
         fit_pair(asked, source, target, progress=False)

@@ -1,13 +1,16 @@
 """lm-eval over a translated cache: the same answers as by hand, on task files written here."""
 
 import json
+import math
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from mappers.errors import UnsupportedTask
+from mappers.evidence_rows import TaskRow
 from mappers.models import LoadedModel
 from mappers.translate import Translator
 from tests.mappers.conftest import SYLLABLES
@@ -15,6 +18,7 @@ from tests.mappers.identities import broken_mapper, identity_mapper
 
 pytest.importorskip("lm_eval", reason="the extra tasks is not installed")
 
+from mappers import tasks
 from mappers.task_model import PairModel, Reader
 from mappers.tasks import score_tasks, task_config
 
@@ -72,19 +76,57 @@ def test_spaces_go_to_the_continuation(target: LoadedModel) -> None:
         model.encode("ba", "")
 
 
+def values(rows: Iterable[TaskRow]) -> dict[str, float]:
+    return {row.measure: row.value for row in rows}
+
+
 def test_a_task_is_scored_by_all_three_readers(target: LoadedModel, questions: Path) -> None:
-    (score,) = score_tasks(identity_mapper(target), target, target, [questions], native_tail=4)
-    assert (score.task, score.questions) == ("nonsense", 12)
-    assert score.chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
-    assert score.native == score.translated == score.source
-    assert 0 < score.native < 1
-    assert score.retention == 1
+    rows = score_tasks(
+        identity_mapper(target), target, target, [questions], native_tail=4, progress=False
+    )
+    assert {(row.task, row.questions, row.native_tail) for row in rows} == {("nonsense", 12, 4)}
+    found = values(rows)
+    assert found["chance"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3, rel=1e-5)
+    assert found["native"] == found["translated"] == found["source"]
+    assert 0 < found["native"] < 1
+    assert found["retention"] == 1
+    assert math.isnan(found["gap_recovered"]), "no gap between a model and itself"
+    (native,) = (row for row in rows if row.measure == "native")
+    assert native.low < native.value < native.high
+
+
+def test_a_yaml_task_reads_the_data_beside_it(target: LoadedModel, questions: Path) -> None:
     config = task_config(questions)
     copied = questions.with_name("again.yaml")
     config["dataset_kwargs"] = {"data_files": {"test": questions.name}}
     copied.write_text(json.dumps({**config, "task": "again"}))
-    again = score_tasks(identity_mapper(target), target, target, [copied], limit=5)[0]
-    assert (again.task, again.questions) == ("again", 5)
+    both = score_tasks(
+        broken_mapper(target), target, target, [questions, copied], native_tail=4, progress=False
+    )
+    assert [row.task for row in both] == ["nonsense"] * 7 + ["again"] * 7
+    assert values(both[:7]) == pytest.approx(values(both[7:]), nan_ok=True)
+
+
+def test_what_was_scored_before_is_not_scored_again(
+    target: LoadedModel, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(tail: int) -> tuple[TaskRow, ...]:
+        return score_tasks(
+            broken_mapper(target), target, target, [questions],
+            native_tail=tail, work=tmp_path / "work", progress=False,
+        )  # fmt: skip
+
+    asked: list[object] = []
+    original = tasks.run_tasks
+    monkeypatch.setattr(
+        tasks, "run_tasks", lambda *a, **options: (asked.append(a), original(*a, **options))[1]
+    )
+    first = run(4)
+    assert len(asked) == 3
+    assert [row.model_dump_json() for row in run(4)] == [row.model_dump_json() for row in first]
+    assert len(asked) == 3
+    run(8)
+    assert len(asked) == 6, "another tail is another score"
 
 
 @pytest.mark.parametrize(

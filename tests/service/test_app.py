@@ -107,6 +107,7 @@ def test_mappers_show_both_identities(client: TestClient) -> None:
     assert (listed["state"], listed["recipe"]) == ("ready", "full_head")
     assert (listed["source"]["model"], listed["target"]["model"]) == ("small", "large")
     assert listed["certified_tokens"] == [16, 64]
+    assert listed["why_not_servable"] is None
     assert_problem(client.get("/mappers/nothing"), 404, "mapper_not_found")
 
 

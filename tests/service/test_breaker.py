@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from service.breaker import MAX_CLIENTS, Breaker, Key, Sample, length_bucket
 from service.eprocess import EProcess, reserve
@@ -25,6 +26,7 @@ from tests.service.reporting import (
     breakers,
     elsewhere,
     outcomes,
+    post,
     report,
     served,
     until,
@@ -45,7 +47,7 @@ def sample(
     issued: float = 0,
     exact: bool = True,
 ) -> Sample:
-    return Sample(violation, exact, client, shared, issued)
+    return Sample(float(violation), violation, exact, client, shared, issued)
 
 
 def step(breaker: Breaker, given: Sample, now: float = 0.0, policy: Policy = POLICY) -> Breaker:
@@ -56,7 +58,7 @@ def opened_after(
     rate: float, samples: int, rng: random.Random, *, good_before: int = 0
 ) -> int | None:
     """Samples from the change on until the breaker opens; None when it does not."""
-    breaker = Breaker.fresh(EPS)
+    breaker = Breaker.fresh(POLICY)
     for number in range(good_before + samples):
         bad = number >= good_before and rng.random() < rate
         breaker = step(breaker, sample(bad))
@@ -133,7 +135,7 @@ class TestSimulation:
 
 class TestStates:
     def opened(self) -> Breaker:
-        breaker = Breaker.fresh(EPS)
+        breaker = Breaker.fresh(POLICY)
         for _ in range(10):
             breaker = step(breaker, sample(True))
         assert breaker.opened_seconds == 0
@@ -143,7 +145,7 @@ class TestStates:
         breaker = self.opened()
         assert breaker.phase(POLICY, 59.9) == "open"
         assert breaker.phase(POLICY, 60.0) == "half_open"
-        assert Breaker.fresh(EPS).phase(POLICY, 1e9) == "closed"
+        assert Breaker.fresh(POLICY).phase(POLICY, 1e9) == "closed"
 
     def test_what_was_answered_before_it_half_opened_does_not_count(self) -> None:
         breaker = self.opened()
@@ -201,7 +203,7 @@ class TestClients:
     """Where others are served as well, nobody decides for all of them."""
 
     def test_a_flood_of_one_client_opens_nothing(self) -> None:
-        rng, breaker = random.Random(1), Breaker.fresh(EPS)
+        rng, breaker = random.Random(1), Breaker.fresh(POLICY)
         for _ in range(400):
             breaker = step(breaker, sample(True, client="loud", shared=True))
             if rng.random() < 0.3:
@@ -213,20 +215,20 @@ class TestClients:
     def test_alone_it_opens_and_so_it_does_where_one_is_trusted(self) -> None:
         trusting = POLICY.changed_by(Policy(breaker_quorum=1))
         for shared, policy in ((False, POLICY), (True, trusting)):
-            breaker = Breaker.fresh(EPS)
+            breaker = Breaker.fresh(POLICY)
             for _ in range(5):
                 breaker = step(breaker, sample(True, shared=shared), policy=policy)
             assert breaker.opened_seconds == 0
 
     def test_two_that_agree_open_it(self) -> None:
-        breaker = Breaker.fresh(EPS)
+        breaker = Breaker.fresh(POLICY)
         for _ in range(10):
             for client in "ab":
                 breaker = step(breaker, sample(True, client=client, shared=True))
         assert breaker.opened_seconds == 0
 
     def test_one_client_cannot_hide_what_others_see(self) -> None:
-        rng, breaker = random.Random(2), Breaker.fresh(EPS)
+        rng, breaker = random.Random(2), Breaker.fresh(POLICY)
         for _ in range(300):
             for _ in range(10):
                 breaker = step(breaker, sample(False, client="quiet", shared=True))
@@ -236,7 +238,7 @@ class TestClients:
         assert breaker.opened_seconds == 0
 
     def test_one_client_cannot_close_it(self) -> None:
-        breaker = Breaker.fresh(EPS, opened_seconds=0)
+        breaker = Breaker.fresh(POLICY, opened_seconds=0)
         for number in range(300):
             breaker = step(breaker, sample(False, client="kind", shared=True, issued=61), 61)
             if number % 30 == 0:
@@ -244,7 +246,7 @@ class TestClients:
         assert breaker.phase(POLICY, 61) == "half_open"
 
     def test_the_clients_remembered_are_bounded_and_the_loudest_stays(self) -> None:
-        breaker = Breaker.fresh(EPS)
+        breaker = Breaker.fresh(POLICY)
         for _ in range(4):
             breaker = step(breaker, sample(True, client="loud", shared=True))
         for number in range(3 * MAX_CLIENTS):
@@ -262,10 +264,11 @@ from service.breaker import Breaker, Key, Sample
 from service.policy import Policy
 from service.state_file import Answer, StateFile
 file, key = StateFile(Path(sys.argv[1])), Key("m", "d", "chat", 32)
-breaker, policy = Breaker.fresh(0.1), Policy()
+policy = Policy()
+breaker = Breaker.fresh(policy)
 for number in itertools.count(1):
     file.add(Answer(f"{number:032x}", key, "c", 0.05, 0.0), forget=-1.0)
-    breaker = breaker.observe(Sample(False, True, "c", False, 0.0), policy, 0.0)
+    breaker = breaker.observe(Sample(0.0, False, True, "c", False, 0.0), policy, 0.0)
     file.settle(f"{number:032x}", "0.0", key, breaker, 0.0)
     print(number, flush=True)
 """
@@ -273,7 +276,7 @@ for number in itertools.count(1):
 
 class TestStateFile:
     def test_breakers_come_back_bit_for_bit(self, tmp_path: Path) -> None:
-        breaker = step(step(Breaker.fresh(EPS), sample(True)), sample(False, client="b"))
+        breaker = step(step(Breaker.fresh(POLICY), sample(True)), sample(False, client="b"))
         file = StateFile(tmp_path / "state.sqlite")
         secret = file.secret
         file.add(Answer("a" * 32, KEY, "client", 0.05, 1.0), forget=0)
@@ -376,6 +379,30 @@ class TestService:
                 "clients": 0,
                 "opened_seconds_ago": None,
             }
+
+    def test_opening_closing_and_each_report_are_logged(
+        self, artifacts: Path, clock: Clock
+    ) -> None:
+        with served(self.settings(artifacts)) as client, capture_logs() as lines:
+            opened = until(client, "open", BREAKS, most=10)
+            clock.now += 61
+            closed = until(client, "closed", KEEPS, most=60)
+            post(client, {"answer_id": "0" * 32, "kl": 0.1}, "")
+        moves = [line for line in lines if line["event"].startswith("breaker")]
+        [mapper] = [path.name for path in artifacts.iterdir()]
+        key = {"id": mapper, "domain": "any", "max_tokens": 32}
+        assert [line | {"violations": 0} for line in moves] == [
+            {"event": "breaker opened", "log_level": "warning", "samples": opened} | key
+            | {"violations": 0},
+            {"event": "breaker closed", "log_level": "info", "samples": closed} | key
+            | {"violations": 0},
+        ]  # fmt: skip
+        assert moves[0]["violations"] == opened
+        reports = [line for line in lines if line.get("path") == "/feedback"]
+        assert len(reports) == opened + closed + 1
+        said = ("pair", "outcome", "kl", "breaker")
+        assert [reports[opened - 1][name] for name in said] == [mapper, "violation", BREAKS, "open"]
+        assert (reports[-1]["outcome"], reports[-1]["reason"]) == ("refused", "answer_not_found")
 
     def test_half_open_serves_so_many_probes_and_all_are_to_be_measured(
         self, artifacts: Path, clock: Clock

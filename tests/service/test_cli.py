@@ -224,6 +224,13 @@ class TestLookAt:
         assert tight.stdout.count("no:") == 2
         assert "tail 1, bound" not in tight.stdout
 
+    def test_inspect_by_the_mean(self, artifact: Path) -> None:
+        result = kvt("inspect", artifact, "--risk", "mean", "--max-kl", "0.2")
+        assert result.exit_code == 0
+        assert "bounds hold for the mean, KLs cut at 1, 95% sure" in " ".join(result.stdout.split())
+        loose = kvt("inspect", artifact, "--risk", "mean", "--max-kl", "1.5")
+        assert_one_line(loose, Code.USAGE, "kl_clip")
+
     def test_inspect_without_evidence(self, tmp_path: Path) -> None:
         folder = publish(tmp_path, proven=False)
         result = kvt("inspect", folder)

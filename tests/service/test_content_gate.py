@@ -21,7 +21,7 @@ from tests.bench.corruptions import CORRUPTIONS, Context
 from tests.mappers.test_profile import UNSEEN
 from tests.mappers.texts import AUTHOR, profile
 from tests.service.live import OUTCOME
-from tests.service.pair import TARGET, Request, claim, document, evidence, mapper
+from tests.service.pair import ROWS, TARGET, Request, claim, document, evidence, mapper
 
 SOURCE = AUTHOR.source.model_copy(update={"tokenizer_digest": TARGET.tokenizer_digest})
 TOKENS = 64
@@ -152,7 +152,9 @@ def test_a_cache_that_was_translated_is_not_compared(client: TestClient) -> None
 
 
 def test_less_familiar_than_what_was_measured_is_out_of_distribution(tmp_path: Path) -> None:
-    rows = tuple(row.model_copy(update={"score": -50.0}) for row in evidence().rows)
+    rows = tuple(
+        row.model_copy(update={"score": -50.0 - n % ROWS}) for n, row in enumerate(evidence().rows)
+    )
     folder = publish(tmp_path, evidence().model_copy(update={"rows": rows}))
     with serving(folder) as client:
         assert_refused(client, {"out_of_distribution"}, lambda: ask(client, AUTHOR.cache(IDS)))

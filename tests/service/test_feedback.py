@@ -13,9 +13,10 @@ from starlette.testclient import TestClient
 
 from service.client import Client, NotTranslated, Translated
 from service.errors import Problem
-from service.feedback import Feedback, least_kl, read_feedback
+from service.feedback import Feedback, least_kl
 from service.schemas import TranslateRequest
 from service.settings import Settings
+from service.tail_feedback import read_posted
 from tests.service.live import assert_problem
 from tests.service.pair import cache, document
 from tests.service.reporting import (
@@ -119,11 +120,11 @@ class TestDocument:
         [("0.25", 0.25), ("0", 0), ("-1e-9", 0), ('"Infinity"', math.inf), ("Infinity", math.inf)],
     )
     def test_numbers(self, text: str, value: float) -> None:
-        assert read_feedback(f'{{"answer_id":"{ID}","kl":{text}}}'.encode()).measured() == value
+        assert read_posted(f'{{"answer_id":"{ID}","kl":{text}}}'.encode()).measured() == value
 
     @pytest.mark.parametrize("text", ['"NaN"', "NaN"])
     def test_nan_stays_nan(self, text: str) -> None:
-        assert math.isnan(read_feedback(f'{{"answer_id":"{ID}","kl":{text}}}'.encode()).measured())
+        assert math.isnan(read_posted(f'{{"answer_id":"{ID}","kl":{text}}}'.encode()).measured())
 
     @pytest.mark.parametrize(
         "given",
@@ -145,19 +146,19 @@ class TestDocument:
     )
     def test_anything_else_is_refused_without_being_quoted(self, given: dict[str, Any]) -> None:
         with pytest.raises(Problem) as caught:
-            read_feedback(json.dumps({"answer_id": ID, **given}).encode())
+            read_posted(json.dumps({"answer_id": ID, **given}).encode())
         assert caught.value.code == "bad_document"
         assert "more" not in caught.value.detail
 
     @pytest.mark.parametrize("answer_id", ["", "0" * 31, "G" * 32, "0" * 33])
     def test_ids_have_our_form(self, answer_id: str) -> None:
         with pytest.raises(Problem):
-            read_feedback(json.dumps({"answer_id": answer_id, "kl": 0.1}).encode())
+            read_posted(json.dumps({"answer_id": answer_id, "kl": 0.1}).encode())
 
     def test_a_client_writes_what_the_service_reads(self) -> None:
         for value in (0.5, math.nan, math.inf):
             text = Feedback(answer_id=ID, kl=value).model_dump_json(exclude_none=True)
-            assert repr(read_feedback(text.encode()).measured()) == repr(value)
+            assert repr(read_posted(text.encode()).measured()) == repr(value)
 
 
 @pytest.fixture

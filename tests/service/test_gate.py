@@ -2,19 +2,22 @@
 
 import json
 import math
+from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mappers.evidence import Verdict
+from mappers.accept import Verdict
+from mappers.evidence import Evidence
 from service import gate
 from service.gate import DETAILS, Ruling, rule
 from service.guards import Standing
 from service.schemas import REASONS, TranslateRequest, read_request
 from service.settings import Settings
 from service.store import Entry, Store
-from tests.service.pair import KLS, document
+from tests.service.pair import KLS, ROWS, document
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,9 @@ def test_just_under_and_just_over(entry: Entry, max_kl: float, reason: str | Non
     assert ruling(entry, request(), max_kl=max_kl).reason == reason
 
 
-@pytest.mark.parametrize("bound", [math.nan, math.inf, Settings().max_kl + 0.001])
+@pytest.mark.parametrize("bound", [None, math.nan, math.inf, Settings().max_kl + 0.001])
 def test_c16_a_bound_that_is_no_number_fails_closed(
-    entry: Entry, monkeypatch: pytest.MonkeyPatch, bound: float
+    entry: Entry, monkeypatch: pytest.MonkeyPatch, bound: float | None
 ) -> None:
     monkeypatch.setattr(gate, "decide", lambda *_, **__: Verdict("translate", None, 1, bound, 60))
     assert ruling(entry, request()).reason == "certified_kl_exceeds_threshold"
@@ -95,10 +98,56 @@ def test_default_domain_stands_in_for_a_request_without(entry: Entry) -> None:
     assert ruling(entry, request(domain="chat"), default_domain="law").reason is None
 
 
-def test_time_decides_last(entry: Entry) -> None:
+@pytest.fixture
+def timed(entry: Entry) -> Iterator[Entry]:
+    """One that takes a millisecond a token."""
     entry.timing.__init__()  # type: ignore[misc]
     for _ in range(300):
         entry.timing.add(39, 0.039)
+    yield entry
+    entry.timing.__init__()  # type: ignore[misc]
+
+
+def test_what_cannot_be_worth_it_is_refused_before_the_evidence_is_asked(timed: Entry) -> None:
+    nothing = {"domain": "law", "max_kl": 1e-6, "hops": 9}
+    early = ruling(timed, request(reprefill_ms=40.0, **nothing))
+    assert (early.reason, early.kl_bound, early.rows) == ("below_break_even", None, 0)
+    assert ruling(timed, request(reprefill_ms=80.0, **nothing)).reason == "no_evidence"
+    # 40 tokens: 39 ms to translate the 39 before the smallest tail, which reading must exceed.
+    assert ruling(timed, request(reprefill_ms=40.1)).reason is None
+
+
+def test_a_pairs_own_prefill_rate_stands_in_for_reprefill_ms(timed: Entry) -> None:
+    assert ruling(timed, request()).reason is None
+    assert ruling(timed, request(), reprefill_tokens_per_second=900.0).reason is None
+    slow = ruling(timed, request(), reprefill_tokens_per_second=1100.0)
+    assert slow.reason == "below_break_even"
+    said = ruling(timed, request(reprefill_ms=80.0), reprefill_tokens_per_second=1100.0)
+    assert said.reason is None
+    # It is no deadline: nobody is known to wait.
+    assert ruling(timed, request(), 9.0, reprefill_tokens_per_second=900.0).reason is None
+
+
+def test_reasons_in_their_order(timed: Entry) -> None:
+    """Each step mends what the one before was refused for."""
+    open_breaker = Standing(
+        Settings(drift_budget=0.05), ("pair", "chat", 64), "open", probe_free=True, spent=0.04
+    )
+    steps: list[tuple[str, dict[str, Any], Standing]] = [
+        ("below_break_even", {"reprefill_ms": 1.0, "max_kl": 1e-6}, open_breaker),
+        ("certified_kl_exceeds_threshold", {"max_kl": 1e-6}, open_breaker),
+        ("drift_budget_exhausted", {}, open_breaker),
+        ("breaker_open", {}, open_breaker._replace(spent=0.0)),
+        ("would_miss_deadline", {}, open_breaker._replace(spent=0.0, phase="closed")),
+    ]
+    for reason, changes, standing in steps:
+        asked = request(**{"reprefill_ms": 80.0, **changes})
+        found = rule(timed, asked, standing, allow_unproven=False, pending_seconds=9.0)
+        assert found.reason == reason
+
+
+def test_time_decides_last(timed: Entry) -> None:
+    entry = timed
     assert ruling(entry, request(reprefill_ms=30.0)).reason == "below_break_even"
     assert ruling(entry, request(reprefill_ms=80.0)).reason is None
     late = ruling(entry, request(reprefill_ms=80.0), pending=0.05)
@@ -109,3 +158,30 @@ def test_time_decides_last(entry: Entry) -> None:
     assert ruling(entry, request(**tight)).reason is None
     entry.timing.add(8, 10.0)
     assert ruling(entry, request(**tight)).reason == "below_break_even"
+
+
+@pytest.mark.parametrize(
+    ("changes", "score", "expected"),
+    [
+        ({}, 10.0, 0.01),
+        ({}, 50.0, 0.03),
+        ({}, None, None),
+        ({"domain": "law"}, 10.0, None),
+        ({"tokens": 200}, 10.0, None),
+    ],
+)
+def test_the_expected_kl_is_that_of_measured_prompts_with_such_a_score(
+    entry: Entry, changes: dict[str, Any], score: float | None, expected: float | None
+) -> None:
+    assert entry.evidence is not None
+    rows = [
+        row.model_copy(update={"score": float(n % ROWS), "kl": 0.01 if n % ROWS < 30 else 0.03})
+        for n, row in enumerate(entry.evidence.rows)
+    ]
+    scored = copy(entry)
+    scored.evidence = Evidence(continuation_tokens=32, corpora={}, rows=tuple(rows))
+    asked = request(**changes)
+    found = ruling(entry, request())
+    told = gate.expected_kl(scored, asked, Settings(), found, score)
+    assert told == (None if expected is None else pytest.approx(expected))
+    assert gate.expected_kl(entry, asked, Settings(), found, score) is None

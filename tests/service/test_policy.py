@@ -1,5 +1,6 @@
 """What may be set for each pair, and that a request can only tighten it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from mappers.accept import Rule
+from mappers.bounds import mean_bound
 from service.policy import Policies, Policy
 from service.settings import Settings
-from tests.service.pair import KLS, good
+from service.wire import header_length, parse_header
+from tests.service.pair import KLS, ROWS, good
 from tests.service.reporting import ask, served
 
 
@@ -18,6 +22,11 @@ def receipt_of(client: Any, **changes: Any) -> dict[str, Any]:
     plan = client.post("/translate/plan", json=good(**changes).document)
     assert plan.status_code == 200
     return dict(plan.json())
+
+
+def receipt_in(body: bytes) -> dict[str, Any]:
+    """What an answer with tensors says of itself."""
+    return dict(json.loads(parse_header(body[8 : 8 + header_length(body[:8])]).metadata["kvt"]))
 
 
 @pytest.fixture
@@ -45,6 +54,17 @@ class TestPolicies:
         assert Policy(alpha=0.2).eps == 0.2
         assert Policy(alpha=0.2, breaker_eps=0.05).eps == 0.05
 
+    def test_a_mean_of_kls_clipped_at_the_threshold_would_always_meet_it(self) -> None:
+        for default, pair in (
+            ({"risk": "mean", "kl_clip": 0.1, "max_kl": 0.1}, {}),
+            ({"risk": "mean", "kl_clip": 0.5}, {"max_kl": 0.5}),
+            ({"kl_clip": 0.1}, {"risk": "mean"}),
+        ):
+            with pytest.raises(ValidationError, match="must be above max_kl"):
+                Settings(**default, pairs={"m": Policy(**pair)})  # type: ignore[arg-type]
+        fine = Settings(max_kl=0.5, pairs={"m": Policy(risk="mean", kl_clip=0.6, max_kl=0.1)})
+        assert Policies(fine, fine.pairs).of("m").rule(0.05) == Rule(0.05, 0.1, 0.05, "mean", 0.6)
+
     def test_misspelt_ids_are_found(self) -> None:
         assert Policies(Policy(), {"a": Policy(), "b": Policy()}).unused({"a"}) == ["b"]
 
@@ -69,6 +89,9 @@ class TestYaml:
             ({"max_kl": -1}, "max_kl"),
             ({"max_kl": ".nan"}, "max_kl"),
             ({"alpha": 1}, "alpha"),
+            ({"risk": "median"}, "risk"),
+            ({"kl_clip": 0}, "kl_clip"),
+            ({"reprefill_tokens_per_second": 0}, "reprefill_tokens_per_second"),
             ({"breaker_delta": 0}, "breaker_delta"),
             ({"shadow_rate": 1.5}, "shadow_rate"),
             ({"native_tails": [-1]}, "native_tails"),
@@ -133,6 +156,25 @@ class TestService:
             assert (plan["alpha"], plan["delta"]) == (0.2, 0.1)
         with self.client(artifacts, mapper_id, alpha=0.01) as client:
             assert receipt_of(client)["reason"] == "no_evidence"
+
+    def test_the_risk_is_the_pairs_and_named_in_every_answer(
+        self, artifacts: Path, mapper_id: str
+    ) -> None:
+        with self.client(artifacts, mapper_id, risk="mean", kl_clip=0.5, max_kl=0.2) as client:
+            plan = receipt_of(client)
+            assert (plan["decision"], plan["risk"], plan["kl_clip"]) == ("translate", "mean", 0.5)
+            receipt = receipt_in(ask(client).content)
+            assert (receipt["risk"], receipt["kl_clip"]) == ("mean", 0.5)
+            assert (
+                receipt["kl_bound"]
+                == plan["kl_bound"]
+                == pytest.approx(mean_bound([KLS[True, 1]] * ROWS, 0.5, 0.05))
+            )
+            assert receipt["guarantee"] == "mean of min(KL, 0.5) <= 0.2 with confidence 0.95"
+        with self.client(artifacts, mapper_id) as client:
+            assert receipt_of(client)["risk"] == "exceedance"
+            receipt = receipt_in(ask(client).content)
+            assert receipt["guarantee"] == "P(KL > 0.15) <= 0.1 with confidence 0.95"
 
     def test_another_pair_is_left_alone(self, artifacts: Path) -> None:
         with self.client(artifacts, "another-mapper", max_kl=1e-9) as client:

@@ -106,12 +106,15 @@ class unharmed_by:
 def test_a_queue_that_is_too_long_for_the_caller(slow: Live) -> None:
     expected = slow.client.post("/translate/plan", json=good().document).json()["expected_ms"]
     patient = good(reprefill_ms=expected * 1.5)
+    late = ("reprefill", "would_miss_deadline")
+    before = slow.at_rest().get(late, 0)
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(send, slow, good(seed=seed)) for seed in range(2)]
         wait_until(lambda: slow.metric("kvt_queue_depth") == 1)
         answer = slow.translate(patient)
         [future.result() for future in running]
-    assert answer.headers["kvt-reason"] == "would_miss_deadline"
+    assert answer.headers["kvt-reason"] == late[1]
+    assert slow.at_rest()[late] == before + 1
     assert slow.translate(patient).headers["kvt-decision"] == "translate"
     assert slow.metric("kvt_queue_depth") == 0
 

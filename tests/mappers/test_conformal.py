@@ -3,8 +3,8 @@
 import math
 import random
 
+from mappers.conformal import conformal, limits_by_domain
 from mappers.evidence_rows import Arm, EvidenceRow
-from mappers.score import conformal, limits_by_domain
 
 
 def row(document: int, score: float | None, *, domain: str = "a", length: int = 64) -> EvidenceRow:
