@@ -16,6 +16,7 @@ SHA256SUMS           digests of all of these; its own digest is the artifact's
 from the manifest and the recipe before any weight is read; whatever differs is refused.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,6 +72,13 @@ class Artifact:
     digest: str
     profile: CalibrationProfile | None = None
     probe_queries: ProbeQueries | None = None
+
+    @property
+    def rows_an_input(self) -> float:
+        """Rows of the fit for each number that a map reads; infinite where they are not known."""
+        facts = self.manifest.calibration
+        inputs = max(layer.keys.weight.shape[0] for layer in self.mapper.layers)
+        return math.inf if facts is None else facts.rows / inputs
 
 
 def publish(

@@ -1,17 +1,29 @@
 """Why a mapper may not serve anything at all: one line for people."""
 
+from math import inf
+
 from mappers.accept import Rule, Verdict, decide
 from mappers.evidence import Arm, Evidence
 from mappers.summary import Setting, by_setting, compared, point
 
 
-def why_not_servable(evidence: Evidence | None, rule: Rule) -> str | None:
+def why_not_servable(
+    evidence: Evidence | None,
+    rule: Rule,
+    *,
+    rows_an_input: float = inf,
+    min_rows_an_input: float = 0,
+) -> str | None:
     """One line that says why no request can be answered by translating; None where some can.
 
     Every measured domain and length is asked for, with first tokens known and unknown.
+    ``rows_an_input``: of the fit; with fewer than the least, no evidence is good enough.
     """
     if evidence is None:
         return "it has no evidence; kvt evaluate adds some"
+    if not rows_an_input >= min_rows_an_input:
+        few = f"it was fitted on only {rows_an_input:.1f} rows an input"
+        return f"{few}, {min_rows_an_input:g} are needed"
     found = verdicts(evidence, rule)
     if any(verdict.decision == "translate" for verdict in found.values()):
         return None

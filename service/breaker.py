@@ -9,7 +9,8 @@ test, of "the mean loss is what is tolerated or more", closes it.
 
 Where several clients are served, no single one may decide for all. A verdict then needs the wealth
 without any one client's samples as well, and a client that posts far more than the others is not
-counted beyond half of the latest samples, so that it can no more hide what they see.
+counted beyond half of the latest samples and one, so that it can no more hide what they see. A
+client that is served alone decides for itself, but not by what a single one left behind.
 """
 
 import math
@@ -71,12 +72,13 @@ class Jury:
             del without[least]
         return Jury(whole, without)
 
-    def value(self, *, shared: bool) -> float:
-        """The wealth that a verdict may rest on."""
-        wealth = [self.whole.value]
-        if shared:
-            wealth += [process.value for process in self.without.values()]
-        return min(wealth)
+    def value(self, trusted: str | None = None) -> float:
+        """The wealth that a verdict may rest on: without any one client but ``trusted``.
+
+        A client that is gone is one as well: it has not decided for those who are left.
+        """
+        others = (process.value for c, process in self.without.items() if c != trusted)
+        return min((self.whole.value, *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ class Breaker:
         if not self._robust(sample, policy):
             return True
         share = self.recent.count(sample.client) + 1
-        return share <= max(FEW, (len(self.recent) + 1) / 2)
+        # One more than half, or two that post alike would keep each other out for ever.
+        return share <= max(FEW, len(self.recent) / 2 + 1)
 
     def observe(self, sample: Sample, policy: Policy, now: float) -> "Breaker":
         """The state after a sample that ``takes`` has let in."""
@@ -134,10 +137,9 @@ class Breaker:
         # What is only known to be at least so large says nothing good, unless it is the worst.
         if half_open and (sample.exact or sample.loss == 1):
             good = good.hear(1 - sample.loss, sample.client)
-        shared = self._robust(sample, policy)
-        if bad.value(shared=shared) >= 1 / policy.breaker_delta:
+        if self._wealth(bad, sample, policy) >= 1 / policy.breaker_delta:
             return Breaker.fresh(policy, opened_seconds=now)
-        if half_open and good.value(shared=shared) >= 1 / policy.breaker_close_delta:
+        if half_open and self._wealth(good, sample, policy) >= 1 / policy.breaker_close_delta:
             return Breaker.fresh(policy)
         return replace(
             self,
@@ -149,6 +151,12 @@ class Breaker:
 
     def _probes_from(self, policy: Policy) -> float:
         return (self.opened_seconds or 0.0) + policy.breaker_cool_down_seconds
+
+    def _wealth(self, jury: Jury, sample: Sample, policy: Policy) -> float:
+        """What this sample's verdict rests on; whoever is served alone decides for itself."""
+        if policy.breaker_quorum == 1:
+            return jury.whole.value
+        return jury.value(trusted=None if sample.shared else sample.client)
 
     @staticmethod
     def _robust(sample: Sample, policy: Policy) -> bool:

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 
 # Shares of the largest stake, 1 / bound; 0.95 of it still survives a sample of 0.
 STAKES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 0.95)
+MOST = 1e200
 
 
 @dataclass(frozen=True, slots=True)
 class EProcess:
     """Evidence against E[V | past] <= ``bound``, 0 < bound < 1; ``value`` is the wealth now.
 
-    ``wealth`` is per stake, summed over all starts so far. It needs no logarithms: its owner stops
-    at 1 / delta, so it never grows large.
+    ``wealth`` is per stake, summed over all starts so far. What exceeds ``MOST`` is given away: a
+    process whose owner waits for another one could outgrow all numbers, and giving away is fair.
     """
 
     bound: float
@@ -43,7 +44,7 @@ class EProcess:
         started = reserve(self.samples) - reserve(self.samples + 1)
         before = self.wealth or (0.0,) * len(self.stakes)
         wealth = tuple(
-            (held + started) * (1 + stake * (sample - self.bound) / self.bound)
+            min(MOST, (held + started) * (1 + stake * (sample - self.bound) / self.bound))
             for held, stake in zip(before, self.stakes, strict=True)
         )
         return replace(self, samples=self.samples + 1, wealth=wealth)

@@ -186,7 +186,7 @@ def _weigh(
     verdict = Verdict("reprefill", "no_evidence", 0, None, 0)
     if policy.domains and domain not in policy.domains:
         return verdict, False
-    if entry.evidence is not None:
+    if entry.evidence is not None and entry.rows_an_input >= policy.min_rows_an_input:
         verdict = decide(
             entry.evidence,
             tokens=request.start_position + request.tokens,

@@ -49,6 +49,14 @@ class Policy(BaseModel):
     native_tails: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="Native tails that may be chosen; all that were measured when empty."
     )
+    # A least-squares fit on n rows an input adds 1 / n to its error on other text like it; what it
+    # adds on text unlike it nobody has measured, so a few good documents prove too little.
+    min_rows_an_input: float = Field(
+        8,
+        ge=0,
+        allow_inf_nan=False,
+        description="Rows of the fit for each input of a map; with fewer nothing is translated.",
+    )
     reprefill_tokens_per_second: float | None = Field(
         None,
         gt=0,

@@ -1,5 +1,6 @@
 """The mappers of this process: loaded, checked by a trial run, found by pair."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -63,6 +64,7 @@ class Entry:
     source: ModelIdentity | None = None
     target: ModelIdentity | None = None
     evidence: Evidence | None = None
+    rows_an_input: float = math.inf
     why_not_servable: str | None = None
     timing: RunningFit = field(default_factory=RunningFit)
     _loaded: Loaded | None = None
@@ -88,6 +90,7 @@ class Entry:
         self.id, self.digest = artifact.manifest.mapper_id, artifact.digest
         self.recipe = mapper.recipe
         self.source, self.target, self.evidence = mapper.source, mapper.target, artifact.evidence
+        self.rows_an_input = artifact.rows_an_input
         self._loaded, self.state, self.error = loaded, "ready", None
 
     def unload(self) -> None:
@@ -158,7 +161,12 @@ class Store:
         policy = Policies(settings, settings.pairs).of(artifact.manifest.mapper_id)
         if artifact.evidence is None and settings.allow_unproven:
             return None
-        return why_not_servable(artifact.evidence, policy.rule(policy.max_kl))
+        return why_not_servable(
+            artifact.evidence,
+            policy.rule(policy.max_kl),
+            rows_an_input=artifact.rows_an_input,
+            min_rows_an_input=policy.min_rows_an_input,
+        )
 
     def by_id(self, mapper_id: str) -> Entry:
         """Raises ``Problem`` 404."""

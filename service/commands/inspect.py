@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mappers.summary import Cell, Setting
 
 _RULE = "Threshold"
-# n rows an input add about 1 / n to the error of a least-squares fit; rows of one text add more.
-_FEW_ROWS = 10
 _SERVED = Settings.model_fields
 
 
@@ -70,9 +68,13 @@ def inspect(
     rule = Rule(max_kl, alpha, delta, risk, kl_clip)
     if loaded.evidence is not None:
         console.print(evidence_tables(loaded.evidence, rule))
-    why = why_not_servable(loaded.evidence, rule)
+    why = why_not_servable(
+        loaded.evidence,
+        rule,
+        rows_an_input=loaded.rows_an_input,
+        min_rows_an_input=_SERVED["min_rows_an_input"].default,
+    )
     if why is not None:
-        why += _too_little_text(loaded)
         console.print(f"[bold]Not servable[/]: {escape(why)}.", soft_wrap=True)
 
 
@@ -109,21 +111,7 @@ def _calibration(artifact: "Artifact") -> str:
     if facts is None:
         return "not said (imported)"
     read = f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.rows:,} rows"
-    return f"{read}, {_rows_an_input(artifact):.1f} an input"
-
-
-def _too_little_text(artifact: "Artifact") -> str:
-    """What is most often wrong with a mapper that is no good."""
-    if not _rows_an_input(artifact) < _FEW_ROWS:
-        return ""
-    return f"; it was fitted on only {_rows_an_input(artifact):.1f} rows an input"
-
-
-def _rows_an_input(artifact: "Artifact") -> float:
-    """Rows of the fit for each number that a map reads; infinite where they are not known."""
-    facts = artifact.manifest.calibration
-    inputs = max(layer.keys.weight.shape[0] for layer in artifact.mapper.layers)
-    return math.inf if facts is None else facts.rows / inputs
+    return f"{read}, {artifact.rows_an_input:.1f} an input"
 
 
 def _identities(manifest: "Manifest") -> Table:

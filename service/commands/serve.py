@@ -107,6 +107,7 @@ _GROUPS = {
         "domains",
         "native_tails",
         "reprefill_tokens_per_second",
+        "min_rows_an_input",
         "drift_budget",
     ),
     "When earlier answers were not good enough": (

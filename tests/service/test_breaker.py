@@ -227,6 +227,52 @@ class TestClients:
                 breaker = step(breaker, sample(True, client=client, shared=True))
         assert breaker.opened_seconds == 0
 
+    def test_two_that_post_alike_do_not_keep_each_other_out(self) -> None:
+        """A breaker that counted no more of either would never see that the mapper turned bad."""
+        breaker = Breaker.fresh(POLICY)
+        for number in range(400):
+            breaker = step(breaker, sample(number >= 200, client="ab"[number % 2], shared=True))
+            if breaker.opened_seconds is not None:
+                break
+        assert 200 < number < 260
+
+    def test_what_a_single_client_left_behind_decides_for_nobody(self) -> None:
+        for bad, left in ((True, None), (False, 0)):
+            breaker = Breaker.fresh(POLICY, opened_seconds=left)
+            for number in range(60):
+                gone = number % 2 == 0
+                violation = bad if gone else not bad and number % 4 == 1
+                given = sample(
+                    violation, client="gone" if gone else "stays", shared=True, issued=61
+                )
+                breaker = step(breaker, given, 61)
+            before = breaker.opened_seconds
+            after = step(breaker, sample(not bad, client="stays", issued=61), 61)
+            assert before == after.opened_seconds == left
+
+    def test_one_that_is_left_decides_for_itself(self) -> None:
+        breaker = Breaker.fresh(POLICY)
+        for client in "abab":
+            breaker = step(breaker, sample(False, client=client, shared=True))
+        for _ in range(8):
+            breaker = step(breaker, sample(True, client="a"))
+        assert breaker.opened_seconds == 0
+
+    def test_two_that_disagree_for_ever_stay_numbers(self, tmp_path: Path) -> None:
+        """Evidence that no verdict stops has to be shown, written down and read again."""
+        breaker = Breaker.fresh(POLICY)
+        for number in range(4000):
+            bad = number % 2 == 0
+            breaker = step(breaker, sample(bad, client="ab"[number % 2], shared=True))
+        assert breaker.opened_seconds is None
+        assert 1e100 < breaker.bad.whole.value < math.inf
+        file = StateFile(tmp_path / "state.sqlite")
+        file.settle("a" * 32, "0.4", KEY, breaker, 2.0)
+        file.close()
+        again = StateFile(tmp_path / "state.sqlite")
+        assert again.breakers() == {KEY: breaker}
+        again.close()
+
     def test_one_client_cannot_hide_what_others_see(self) -> None:
         rng, breaker = random.Random(2), Breaker.fresh(POLICY)
         for _ in range(300):

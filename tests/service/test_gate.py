@@ -76,6 +76,15 @@ def test_too_few_rows_for_the_confidence(entry: Entry) -> None:
     assert (unproven.reason, unproven.unproven, unproven.native_tail) == (None, True, 1)
 
 
+def test_too_few_rows_an_input_make_any_evidence_worthless(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "rows_an_input", 8.0)
+    assert ruling(entry, request()).reason is None
+    assert ruling(entry, request(), min_rows_an_input=8.1).reason == "no_evidence"
+    assert ruling(entry, request(), min_rows_an_input=8.1, allow_unproven=True).unproven
+
+
 def test_allow_unproven_does_not_excuse_bad_evidence(entry: Entry) -> None:
     found = ruling(entry, request(max_kl=0.001), allow_unproven=True)
     assert (found.reason, found.unproven) == ("certified_kl_exceeds_threshold", False)
