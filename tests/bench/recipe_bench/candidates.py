@@ -10,14 +10,23 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from mappers.corpus import Corpus
+from mappers.fit import make_mapper
 from mappers.geometry import Geometry, Structure
-from mappers.mapper import LayerMap, Mapper
-from mappers.models import LoadedModel
+from mappers.mapper import AffineMap, HeadReads, LayerMap, Mapper
+from mappers.models import LoadedModel, ModelSpec
 from mappers.moments import Moments, PairMoments
+from mappers.plan import FitPlan
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES, flops_per_token
-from mappers.selection import Method, select
+from mappers.recipes.full_head import FULL_HEAD
+from mappers.recipes.head_local import HEAD_LOCAL
+from mappers.recipes.systems import cut, solved
+from mappers.second_pass import WeightedSums, collect_weighted
+from mappers.selection import select
 from recipe_bench.sums import PairSums
 
 RIDGE = 1e-4
@@ -64,64 +73,113 @@ def candidates(geometry: Geometry) -> dict[str, Fit]:
     found: dict[str, Fit] = {}
     for recipe in ("full_head", "head_local"):
         for k in sweep:
-            found[f"{recipe} k={k}"] = _ridge(recipe, k)
+            found[f"{recipe} k={k}"] = partial(_ours, recipe=recipe, k=k)
         for k in ks:
-            found[f"{recipe} k={k}, greedy"] = _ridge(recipe, k, method="greedy")
-            found[f"{recipe} k={k}, greedy, uneven"] = _ridge(recipe, k, uneven=True)
-    for m in (2, 4, 8, 12, 24):
-        if m <= 2 * geometry.source_layers * geometry.source_heads:
-            found[f"top_heads k={m}"] = _ridge("top_heads", m)
-            found[f"top_heads k={m}, uneven"] = _ridge("top_heads", m, uneven=True)
+            found |= _optional(recipe, k)
+    for k in (2, 4, 8, 16, 32):
+        if k <= 2 * source_layers * geometry.source_heads:
+            found[f"top_heads k={k}"] = partial(_ours, recipe="top_heads", k=k)
+        if k in ks:
+            found |= _optional("top_heads", k)
     for k in ks:
-        found[f"paper k={k}, X'X + 0.01"] = _paper(k, per_row=False)
-        found[f"paper k={k}, X'X/N + 0.01"] = _paper(k, per_row=True)
+        found[f"paper k={k}, X'X + 0.01"] = partial(_paper, k=k, per_row=False)
+        found[f"paper k={k}, X'X/N + 0.01"] = partial(_paper, k=k, per_row=True)
+    for k in ks:
+        found[f"CacheBridge k={k}"] = partial(_cache_bridge, k=k)
     return found
 
 
-def _ridge(recipe: str, k: int, *, method: Method = "top", uneven: bool = False) -> Fit:
-    def fit(models: Models, sums: PairSums) -> Fitted:
-        structure = RECIPES[recipe].structure
-        moments = _moments(sums, structure, skip_positions=4)
-        began = time.process_time()
-        chosen = select(moments, k, RIDGE, method=method, uneven=uneven).reads
-        layers = [RECIPES[recipe].fit(moments, n, s, RIDGE) for n, s in enumerate(chosen)]
-        seconds = time.process_time() - began + sums.collecting_seconds(structure)
-        return Fitted(models.mapper(recipe, layers, skipped=4), seconds)
-
-    return fit
-
-
-def _paper(k: int, *, per_row: bool) -> Fit:
-    def fit(models: Models, sums: PairSums) -> Fitted:
-        matched = _moments(sums, "per_head", skip_positions=0)
-        began = time.process_time()
-        chosen = select(matched, k, OLS).reads
-        seconds = time.process_time() - began
-        moments = _moments(sums, "all_heads", skip_positions=0)
-        shrinkage = PAPER_LAMBDA * (moments.count if per_row else 1)
-        began = time.process_time()
-        layers = [_one_lambda(moments, n, s, shrinkage) for n, s in enumerate(chosen)]
-        seconds += time.process_time() - began + sums.collecting_seconds("all_heads")
-        return Fitted(models.mapper("full_head", layers, skipped=0), seconds)
-
-    return fit
+def _optional(recipe: str, k: int) -> dict[str, Fit]:
+    """The options of a fit, each alone, as far as they change anything for this recipe."""
+    options: dict[str, dict[str, object]] = {
+        "greedy": {"selection": "greedy"},
+        "uneven": {"uneven": True},
+        "weighted": {"row_weights": "attention"},
+        "no key norm": {"key_norm": False},
+    }
+    if recipe == "top_heads":  # whose selection is greedy anyway
+        del options["greedy"]
+    if recipe == "full_head":  # whose weighted sums are as large as there are heads
+        del options["weighted"]
+    return {
+        f"{recipe} k={k}, {label}": partial(_ours, recipe=recipe, k=k, **given)
+        for label, given in options.items()
+    }
 
 
-def _one_lambda(
-    moments: PairMoments, layer: int, sources: Sequence[int], shrinkage: float
-) -> LayerMap:
-    """Ours is relative to the mean diagonal, so keys and values need another ridge each."""
-    recipe = RECIPES["full_head"]
-    keys, values = (
-        recipe.fit(moments, layer, sources, shrinkage / _mean_diagonal(moments, kind, sources))
-        for kind in (moments.keys, moments.values)
+def _ours(models: Models, sums: PairSums, **options: object) -> Fitted:
+    plan = our_plan(**options)
+    structure = RECIPES[plan.recipe].structure
+    moments = _moments(sums, structure, skip_positions=plan.skip_positions)
+    began = time.process_time()
+    mapper = fit_plan(models, sums.corpus, moments, plan)
+    return Fitted(mapper, time.process_time() - began + sums.collecting_seconds(structure))
+
+
+def our_plan(**options: object) -> FitPlan:
+    """The defaults of ``kvt fit`` but for these; what it reads from disk is not read here."""
+    unread = {"source": ModelSpec(path=""), "target": ModelSpec(path=""), "root": Path()}
+    rows = {"stride": 1, "first_tokens": 0, "calibration": (Path(),)}
+    return FitPlan.model_validate({**unread, **rows, **options})
+
+
+def fit_plan(models: Models, corpus: Corpus, moments: PairMoments, plan: FitPlan) -> Mapper:
+    """What ``kvt fit`` makes of the sums."""
+    selection = select(moments, plan.k, plan.ridge, method=plan.selection, uneven=plan.uneven)
+    return make_mapper(plan, models.source, models.target, corpus, moments, selection)
+
+
+def _paper(models: Models, sums: PairSums, *, k: int, per_row: bool) -> Fitted:
+    chosen, seconds = _matched_layers(sums, k)
+    moments = _moments(sums, "all_heads", skip_positions=0)
+    shrinkage = PAPER_LAMBDA * (moments.count if per_row else 1)
+    began = time.process_time()
+    layers = []
+    for layer, reads in enumerate(chosen):
+        own = cut(moments, layer, FULL_HEAD.columns(reads, moments.geometry))
+        keys, values = (_one_lambda(part, shrinkage) for part in own)
+        layers.append(LayerMap(reads, keys, values))
+    seconds += time.process_time() - began + sums.collecting_seconds("all_heads")
+    return Fitted(models.mapper("full_head", layers, skipped=0), seconds)
+
+
+def _cache_bridge(models: Models, sums: PairSums, *, k: int) -> Fitted:
+    """Its lambda is not published: ours, but one for all layers that are read."""
+    chosen, seconds = _matched_layers(sums, k)
+    moments = _moments(sums, "per_head", skip_positions=0)
+    began = time.process_time()
+    weighted = collect_weighted(
+        models.source,
+        models.target,
+        sums.corpus,
+        WeightedSums(moments.geometry, HEAD_LOCAL, chosen),
+        stride=1,
+        skip_positions=0,
     )
-    return LayerMap(sources=keys.sources, keys=keys.keys, values=values.values)
+    layers = []
+    for layer, reads in enumerate(chosen):
+        plain = cut(moments, layer, HEAD_LOCAL.columns(reads, moments.geometry))
+        keys, values = (
+            solved(part, RIDGE, block=part.gram.shape[1])
+            for part in weighted.with_plain(layer, plain)
+        )
+        layers.append(LayerMap(reads, keys, values))
+    seconds += time.process_time() - began + sums.collecting_seconds("per_head")
+    return Fitted(models.mapper("head_local", layers, skipped=0), seconds)
 
 
-def _mean_diagonal(moments: PairMoments, kind: Moments, sources: Sequence[int]) -> float:
-    diagonal = kind.gram[0].diagonal().view(-1, moments.source_block)
-    return float(diagonal[list(sources)].mean())
+def _matched_layers(sums: PairSums, k: int) -> tuple[list[tuple[int, ...]], float]:
+    """The published choice of layers, and the CPU seconds that it took."""
+    matched = _moments(sums, "per_head", skip_positions=0)
+    began = time.process_time()
+    found = [reads for reads in select(matched, k, OLS).reads if not isinstance(reads, HeadReads)]
+    return found, time.process_time() - began
+
+
+def _one_lambda(sums: Moments, shrinkage: float) -> AffineMap:
+    """Ours is relative to the mean of the diagonal."""
+    diagonal = sums.gram[0].diagonal()
+    return solved(sums, shrinkage / float(diagonal.mean()), block=len(diagonal))
 
 
 _held: dict[tuple[object, ...], PairMoments] = {}

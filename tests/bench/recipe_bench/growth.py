@@ -13,8 +13,7 @@ from mappers.geometry import Geometry
 from mappers.moments import PairMoments
 from mappers.progress import steps
 from mappers.recipes import RECIPES
-from mappers.selection import select
-from recipe_bench.candidates import RIDGE, Fitted, Models
+from recipe_bench.candidates import Fitted, Models, fit_plan, our_plan
 from recipe_bench.sums import SKIPPED
 
 COUNTS = (10, 20, 50, 100, 200, 500)
@@ -47,8 +46,5 @@ def grown(models: Models, corpus: Corpus) -> Iterator[tuple[str, Fitted]]:
         if index + 1 in COUNTS:
             for recipe, wanted in GROWING:
                 k = min(wanted, geometry.source_layers)
-                moments, own = sums[recipe], RECIPES[recipe]
-                chosen = select(moments, k, RIDGE).reads
-                layers = [own.fit(moments, n, s, RIDGE) for n, s in enumerate(chosen)]
-                mapper = models.mapper(recipe, layers, skipped=SKIPPED)
+                mapper = fit_plan(models, corpus, sums[recipe], our_plan(recipe=recipe, k=k))
                 yield name(recipe, k, index + 1), Fitted(mapper, time.process_time() - began)

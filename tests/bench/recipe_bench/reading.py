@@ -5,8 +5,10 @@ the source's cache of the prompt, the target's own cache of the first token, its
 positions, and the rows of all arms that need no mapper.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +21,8 @@ from torch import Tensor
 from mappers import demo, hf_compat
 from mappers.arms import CONTINUATION_TOKENS, read_all, read_tail
 from mappers.cache import KVCache, consecutive
-from mappers.corpus import Corpus
-from mappers.evaluate import evaluation_texts
+from mappers.corpus import Corpus, evaluation, read
+from mappers.corpus import Document as TextDocument
 from mappers.evidence_rows import Arm, EvidenceRow
 from mappers.metrics import Measures, Reference
 from mappers.models import LoadedModel
@@ -77,14 +79,14 @@ def read_pair(
     source: LoadedModel, target: LoadedModel, folder: Path, *, documents: int
 ) -> Readings:
     """Read ``documents`` of each domain, those that ``folder`` does not hold yet."""
-    paths = {domain: (file,) for domain, file in DOMAINS.items()}
-    texts = evaluation_texts(paths, source, target, lengths=(PROMPT_TOKENS,), documents=documents)
     files: list[Path] = []
     names: list[tuple[str, str]] = []
     rows: list[EvidenceRow] = []
-    for domain, corpus in texts.items():
+    for domain in DOMAINS:
+        corpus = evaluation_windows(target, domain, documents)
         for index in steps(range(len(corpus.windows)), f"reading {domain}", show=True):
-            file = folder / domain / f"{index:04d}.safetensors"
+            digest = hashlib.sha256(corpus.windows[index].numpy().tobytes()).hexdigest()
+            file = folder / domain / f"{digest[:16]}.safetensors"
             if not file.with_suffix(".json").exists():
                 _read(source, target, corpus, domain, index, file)
             files.append(file)
@@ -92,6 +94,34 @@ def read_pair(
             found = json.loads(file.with_suffix(".json").read_text())
             rows += [EvidenceRow.model_validate(row) for row in found]
     return Readings(tuple(files), tuple(names), tuple(rows))
+
+
+def evaluation_windows(target: LoadedModel, domain: str, documents: int) -> Corpus:
+    """One window of each document; the embedded text first, the standard library's for the rest."""
+    whole = PROMPT_TOKENS + CONTINUATION_TOKENS
+    window = {"minimum_tokens": whole, "window_tokens": whole}
+    first = evaluation(
+        read([DOMAINS[domain]]), target.tokenizer, **window, documents_at_most=documents
+    )
+    missing = documents - len(first.windows)
+    if not missing or domain != "out_of_domain":
+        return first
+    more = evaluation(
+        _other_modules(first.names), target.tokenizer, **window, documents_at_most=missing
+    )
+    return Corpus(
+        first.windows + more.windows,
+        first.names + more.names,
+        first.document_digests | more.document_digests,
+    )
+
+
+def _other_modules(names: Sequence[str]) -> Iterator[TextDocument]:
+    """The standard library's modules, but those that are among ``names``."""
+    taken = {name.partition("/")[2] for name in names}
+    for file in sorted(Path(os.__file__).parent.glob("*.py")):
+        if file.name not in taken:
+            yield TextDocument(f"stdlib/{file.name}", file.read_text(encoding="utf-8"))
 
 
 def load(file: Path) -> Document:

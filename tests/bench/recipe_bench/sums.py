@@ -31,9 +31,10 @@ SHUFFLED_STRUCTURE: Structure = "per_head"
 
 @dataclass(frozen=True)
 class PairSums:
-    """Where the sums of a pair are, and the CPU seconds that each part of the pass took."""
+    """Where the sums over a text are, and the CPU seconds that each part of the pass took."""
 
     folder: Path
+    corpus: Corpus
     seconds: dict[str, float]
 
     def moments(self, structure: Structure, *, skip_positions: int = SKIPPED) -> PairMoments:
@@ -80,7 +81,7 @@ def collect_sums(
     """All sums of a pair, from ``folder`` if it holds them for this text."""
     record = folder / "seconds.json"
     if record.exists() and json.loads(record.read_text())["corpus"] == corpus.digest:
-        return PairSums(folder, json.loads(record.read_text())["seconds"])
+        return PairSums(folder, corpus, json.loads(record.read_text())["seconds"])
     geometry = Geometry.of(source.identity, target.identity)
     names: dict[str, Structure] = {f"{structure}-later": structure for structure in STRUCTURES}
     names |= {f"{structure}-first": structure for structure in WITH_SINK}
@@ -109,7 +110,7 @@ def collect_sums(
     for name, moments in sums.items():
         moments.save(folder / f"{name}.safetensors")
     record.write_text(json.dumps({"corpus": corpus.digest, "seconds": seconds}))
-    return PairSums(folder, seconds)
+    return PairSums(folder, corpus, seconds)
 
 
 def _contents(
