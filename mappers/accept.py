@@ -52,17 +52,29 @@ class Rule(NamedTuple):
 
         Raises ValueError for a clip that would make any mean good enough.
         """
-        if len(kls) < self.documents_needed():
+        if not self.enough(len(kls)):
             return None
         return _bound(tuple(kls), self.risk, self.alpha, self.delta, self.kl_clip)
 
+    def enough(self, documents: int) -> bool:
+        """Whether so many documents can certify anything, however good they are.
+
+        Costs no more for a small ``max_kl``, which is a caller's; ``documents_needed`` does.
+        """
+        if self.risk == "exceedance":
+            return documents >= documents_needed(self.alpha, self.delta)
+        return _bound_of_zeros(documents, self.delta) <= self._share()
+
     def documents_needed(self) -> int:
-        """The fewest documents that can certify anything, however good they are."""
+        """The fewest documents that are enough; for what is said of a rule, not for requests."""
         if self.risk == "exceedance":
             return documents_needed(self.alpha, self.delta)
+        return _zeros_needed(self._share(), self.delta)
+
+    def _share(self) -> float:
         if not self.kl_clip > self.max_kl:
             raise ValueError(f"no mean of KLs clipped at {self.kl_clip} exceeds {self.max_kl}")
-        return _zeros_needed(self.max_kl / self.kl_clip, self.delta)
+        return self.max_kl / self.kl_clip
 
 
 class Verdict(NamedTuple):
@@ -214,8 +226,8 @@ def probe_edges(rows: Sequence[EvidenceRow], rule: Rule) -> tuple[float, ...]:
     """
     errors = [row.probe_error for row in rows if row.probe_error is not None]
     for groups in range(GROUPS_AT_MOST, 1, -1):
-        needed = ROOM * rule._replace(delta=rule.delta / groups).documents_needed()
-        if smallest_group(len(errors), groups) >= needed:
+        share = rule._replace(delta=rule.delta / groups)
+        if share.enough(smallest_group(len(errors), groups) // ROOM):
             return edges_of(errors, groups)
     return ()
 
@@ -268,8 +280,12 @@ def _bound(
 def _zeros_needed(share: float, delta: float) -> int:
     """How many KLs of 0 prove a mean of at most this share of the clip."""
     enough = 1
-    while mean_bound([0.0] * enough, 1.0, delta) > share:
+    while _bound_of_zeros(enough, delta) > share:
         enough *= 2
-    return bisect_left(
-        range(enough), True, key=lambda count: mean_bound([0.0] * count, 1.0, delta) <= share
-    )
+    return bisect_left(range(enough), True, key=lambda n: _bound_of_zeros(n, delta) <= share)
+
+
+@lru_cache(maxsize=256)
+def _bound_of_zeros(count: int, delta: float) -> float:
+    """What so many KLs of 0 prove of the mean, as a share of the clip."""
+    return mean_bound([0.0] * count, 1.0, delta)

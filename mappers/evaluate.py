@@ -8,6 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from mappers.arms import CONTINUATION_TOKENS, Reading
 from mappers.bench import Bench, Depth
 from mappers.bounds import documents_needed
@@ -72,9 +75,10 @@ def evaluate(
     partial = None
     if work is not None:
         corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
-        beside = [profile is not None, probe_queries is not None]
-        options = [corpora, [*lengths], [*native_tails], asdict(depth), beside]
-        partial = Partial(work, digest_of([mapper, *([reverse] if reverse else [])], options))
+        options = [corpora, [*lengths], [*native_tails], asdict(depth)]
+        beside = [{} if one is None else one.tensors() for one in (profile, probe_queries)]
+        both = [mapper, *([reverse] if reverse else [])]
+        partial = Partial(work, digest_of(both, options, *beside))
     measured = {
         domain: _domain(bench, corpus, domain, number, partial, progress)
         for number, (domain, corpus) in enumerate(texts.items())
@@ -195,14 +199,22 @@ def _domain(
     return found
 
 
-def digest_of(mappers: Iterable[Mapper], options: object) -> str:
-    """sha256 of the mappers' weights, models and recipe, and of the options."""
+def digest_of(mappers: Iterable[Mapper], options: object, *beside: Mapping[str, Tensor]) -> str:
+    """sha256 of all that mappers are, of the options, and of the tensors ``beside`` them."""
     running = hashlib.sha256(json.dumps(options).encode())
     for mapper in mappers:
         sides_of = [side.model_dump(mode="json") for side in (mapper.source, mapper.target)]
-        running.update(json.dumps([*sides_of, mapper.recipe], sort_keys=True).encode())
+        facts = [*sides_of, mapper.recipe, mapper.skipped_positions]
+        running.update(json.dumps(facts, sort_keys=True).encode())
         for name, affine in mapper.affine_maps():
-            running.update(name.encode())
-            for tensor in (affine.weight, affine.bias):
-                running.update(tensor.float().cpu().contiguous().numpy().tobytes())
+            _take_in(running, {f"{name}.W": affine.weight, f"{name}.b": affine.bias})
+        _take_in(running, mapper.prefixes.tensors())
+    for tensors in beside:
+        _take_in(running, tensors)
     return running.hexdigest()
+
+
+def _take_in(running: "hashlib._Hash", tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        running.update(f"{name} {list(tensor.shape)}".encode())
+        running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -63,7 +63,7 @@ async def translate(call: Call) -> Response:
             return answers.reprefill(judged, "breaker_open")
         claim.kept = judged.ruling.drift
         judged = _forecast(judged, work)
-        return _emit(judged, running, shadow, held.pop_all())
+        return _emit(judged, running, shadow, held)
 
 
 def plan(service: Service, request: TranslateRequest) -> Plan:
@@ -264,6 +264,7 @@ async def _watched(body: Body) -> AsyncIterator[asyncio.Task[None]]:
 def _emit(
     judged: Judged, running: Running, shadow: ShadowRequest | None, held: AsyncExitStack
 ) -> Response:
+    """The answer; from here on it holds what was ``held``, which a fault before that releases."""
     settings = judged.call.service.settings
     tail_token = judged.call.service.guards.give_tail(
         judged.call.request_id, judged.entry.id, _tail_checks(judged)
@@ -273,7 +274,7 @@ def _emit(
         head,
         headers,
         running=running,
-        held=held,
+        held=held.pop_all(),
         ended=lambda cut: settle(judged, running, cut),
         grace_seconds=settings.body_grace_seconds,
         bytes_per_second=settings.body_bytes_per_second,

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +53,8 @@ class Loaded:
 
 @dataclass(slots=True)
 class Entry:
-    """One configured artifact. ``_loaded`` is swapped as a whole; requests keep what they took."""
+    """One configured artifact. It is loaded by another thread than the one that serves, so a
+    request takes a ``snapshot`` and keeps it: evidence, digest and weights are of one artifact."""
 
     path: Path
     id: str
@@ -68,6 +69,12 @@ class Entry:
     why_not_servable: str | None = None
     timing: RunningFit = field(default_factory=RunningFit)
     _loaded: Loaded | None = None
+    _swapping: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def snapshot(self) -> "Entry":
+        """What it is now; time estimates are shared."""
+        with self._swapping:
+            return replace(self)
 
     @property
     def loaded(self) -> Loaded:
@@ -87,15 +94,17 @@ class Entry:
     def put(self, artifact: Artifact, loaded: Loaded) -> None:
         """Start serving this artifact."""
         mapper = artifact.mapper
-        self.id, self.digest = artifact.manifest.mapper_id, artifact.digest
-        self.recipe = mapper.recipe
-        self.source, self.target, self.evidence = mapper.source, mapper.target, artifact.evidence
-        self.rows_an_input = artifact.rows_an_input
-        self._loaded, self.state, self.error = loaded, "ready", None
+        with self._swapping:
+            self.id, self.digest = artifact.manifest.mapper_id, artifact.digest
+            self.recipe, self.evidence = mapper.recipe, artifact.evidence
+            self.source, self.target = mapper.source, mapper.target
+            self.rows_an_input = artifact.rows_an_input
+            self._loaded, self.state, self.error = loaded, "ready", None
 
     def unload(self) -> None:
         """Let go of the weights; requests that run keep theirs until they are done."""
-        self._loaded, self.state = None, "unloaded"
+        with self._swapping:
+            self._loaded, self.state = None, "unloaded"
 
     def info(self) -> MapperInfo:
         """What ``/mappers`` says of it."""
@@ -176,9 +185,12 @@ class Store:
         raise Problem("mapper_not_found", "GET /mappers lists those that there are")
 
     def find(self, source: IdentityClaim, target: IdentityClaim) -> Entry:
-        """The first entry for this pair. Raises ``Problem`` 404 or 503, or ``IdentityMismatch``."""
+        """A snapshot of the first entry for this pair.
+
+        Raises ``Problem`` 404 or 503, or ``IdentityMismatch``.
+        """
         mismatch: IdentityMismatch | None = None
-        for entry in self.entries:
+        for entry in (one.snapshot() for one in self.entries):
             if entry.source is None or entry.target is None:
                 continue
             if (entry.source.model, entry.target.model) != (source.model, target.model):

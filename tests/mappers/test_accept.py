@@ -1,10 +1,12 @@
 """The accept rule, case by case; ``test_guarantee.py`` holds it against its promise."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from mappers import accept
 from mappers.accept import Rule, decide
 from mappers.bounds import mean_bound
 from mappers.evidence import Arm, Evidence
@@ -120,6 +122,26 @@ class TestMean:
         assert rule(evidence(rows(0.0, count=needed)), risk="mean", max_kl=0.1, kl_clip=2.0)[0] == (
             "translate"
         )
+
+    def test_a_tiny_threshold_costs_no_more_than_any_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A request names its threshold; 1e-9 took billions of documents to say no."""
+        sizes: list[int] = []
+
+        def counted(kls: Sequence[float], clip: float, delta: float) -> float:
+            sizes.append(len(kls))
+            assert len(kls) <= 200
+            return mean_bound(kls, clip, delta)
+
+        monkeypatch.setattr(accept, "mean_bound", counted)
+        probed = varied([0.01] * 200, errors=[float(n) for n in range(200)], probe_tokens=64)
+        record = evidence(varied([0.01] * 200), probed)
+        every: list[dict[str, Any]] = [{}, {"probe_tokens": 64}]
+        for asked in (*every, {"probe_tokens": 64, "probe_error": 3.0}):
+            refused = rule(record, risk="mean", max_kl=1e-9, delta=0.0987, **asked)
+            assert refused[0] == "reprefill"
+        assert 200 in sizes
 
     def test_a_row_that_is_not_finite_counts_as_the_clip(self) -> None:
         record = evidence(varied([0.01] * 195 + [NAN] * 5))

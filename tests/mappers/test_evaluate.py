@@ -13,12 +13,14 @@ from mappers.accept import Rule, decide
 from mappers.arms import read_document, read_tail
 from mappers.bench import Depth
 from mappers.cache import KVCache
+from mappers.collect import cache_of_text
 from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
-from mappers.evaluate import evaluate, evaluation_texts, require_documents
+from mappers.evaluate import digest_of, evaluate, evaluation_texts, require_documents
 from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
+from mappers.prefixes import ExactPrefixes
 from mappers.probe import PROBE_TOKENS
 from mappers.prompt_rows import Over, agreement
 from mappers.queries import collect_probe_queries
@@ -280,6 +282,22 @@ def test_a_resumed_evaluation_is_the_uninterrupted_one(
         lengths=(96,), native_tails=(1,), work=tmp_path, progress=False,
     )  # fmt: skip
     assert len(measured) == 7
+
+
+def test_what_was_measured_with_other_first_tokens_or_profiles_is_not_taken_up(
+    target: LoadedModel,
+) -> None:
+    """A fit that resumes with other exact prefixes has the same maps and other translations."""
+    mapper = identity_mapper(target)
+    cache = cache_of_text(target, torch.tensor([5]))
+    known = replace(mapper, prefixes=ExactPrefixes.of({(5,): cache}))
+    doubled = KVCache(tuple(2 * k for k in cache.keys), cache.values, cache.positions)
+    other = replace(mapper, prefixes=ExactPrefixes.of({(5,): doubled}))
+    mappers = (mapper, known, other, replace(mapper, skipped_positions=9))
+    digests = {digest_of([one], []) for one in mappers}
+    digests |= {digest_of([mapper], [], {"x": torch.tensor([value])}) for value in (1.0, 2.0)}
+    assert len(digests) == 6
+    assert digest_of([known], []) in digests
 
 
 def test_agreement_counts_up_to_the_first_difference() -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from mappers.errors import NonFinite
 from mappers.layouts import write_layer
 from mappers.translate import Translator
-from service import translation
+from service import answers, translation
 from service.app import create_app
 from service.settings import Settings
 from service.state import Service
@@ -272,3 +272,41 @@ def test_neighbours_of_a_bad_request_are_right(settings: Settings) -> None:
     assert json.loads(refused.body)["reason"] == "non_finite"
     assert [answer.body for answer in together] == [answer.body for answer in alone]
     assert len({answer.body for answer in alone}) == 4
+
+
+def test_a_mapper_that_goes_while_it_translates_finishes_what_it_began(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answer names the weights that it is from, not those that came meanwhile."""
+    before: list[str | None] = []
+
+    async def test(app: FastAPI) -> None:
+        [entry] = app.state.service.store.entries
+        before.append(entry.digest)
+
+        def swap(index: int, layer: Any) -> Any:
+            entry.unload()
+            entry.digest, entry.evidence = "sha256:another", None
+            return layer
+
+        hook(monkeypatch, swap)
+        given.append(await post(app, good()))
+
+    given: list[Answer] = []
+    run(settings, test)
+    assert (given[0].status, given[0].finished) == (200, True)
+    assert given[0].headers["kvt-mapper-digest"] == before[0]
+
+
+def test_a_fault_just_before_the_header_holds_nothing(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("secret /etc/path")
+
+    async def test(app: FastAPI) -> None:
+        with pytest.raises(RuntimeError):
+            await post(app, good())
+
+    monkeypatch.setattr(answers, "translated_head", broken)
+    assert counted(run(settings, test)) == {("failed", "internal"): 1}
