@@ -160,7 +160,9 @@ def places_of(
         for bucket in evidence.translated
         if domain in (None, bucket.domain) and bucket.prefix_known is prefix_known
     ]
-    domains = {b.domain for b in buckets}
+    domains = {b.domain for b in evidence.translated if domain in (None, b.domain)}
+    if domains - {b.domain for b in buckets}:
+        return "no_evidence"
     if any(hops > max(b.hops for b in buckets if b.domain == d) for d in domains):
         return "drift_budget_exhausted"
     own = [b for b in buckets if (b.hops, b.probe_tokens) == (hops, probe_tokens)]

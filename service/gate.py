@@ -125,7 +125,7 @@ def expected_kl(
     places = places_of(
         entry.evidence,
         tokens=request.start_position + request.tokens,
-        domain=request.domain or policy.default_domain,
+        domain=policy.evidence_domain(request.domain),
         hops=request.hops,
         prefix_known=request.probe is not None or ruling.prefix is not None,
         probe_tokens=0 if request.probe is None else request.probe.tokens,
@@ -182,9 +182,9 @@ def _weigh(
     probe_tokens = 0 if request.probe is None else request.probe.tokens
     most = request.tokens - 1 - probe_tokens
     tail = most if request.max_native_tail is None else min(request.max_native_tail, most)
-    domain = request.domain or policy.default_domain
+    domain = policy.evidence_domain(request.domain)
     verdict = Verdict("reprefill", "no_evidence", 0, None, 0)
-    if policy.domains and domain not in policy.domains:
+    if policy.domains and (request.domain or policy.default_domain) not in policy.domains:
         return verdict, False
     if entry.evidence is not None and entry.rows_an_input >= policy.min_rows_an_input:
         verdict = decide(

@@ -179,7 +179,7 @@ class Guards:
 
 
 def _key(entry: Entry, request: TranslateRequest, policy: Policy) -> Key:
-    domain = request.domain or policy.default_domain
+    domain = policy.evidence_domain(request.domain)
     measured = {bucket.domain for bucket in entry.evidence.translated} if entry.evidence else set()
     # A name that the evidence does not know is the caller's: it makes no breaker of its own.
     name = "any" if domain is None else domain if domain in measured else "other"

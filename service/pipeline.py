@@ -181,7 +181,7 @@ def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
         raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
     held.enter_context(call.service.worker.memory(sent_bytes + target.nbytes))
     try:
-        domain = request.domain or judged.standing.policy.default_domain
+        domain = judged.standing.policy.evidence_domain(request.domain)
         return Translation(
             judged.entry.loaded, source, target, request, domain, ruling.prefix, probing
         )
@@ -284,7 +284,7 @@ def _emit(
 def _tail_checks(judged: Judged) -> tuple[SuffixCheck, ...]:
     """What can judge the native tail of such an answer; of all domains where none was named."""
     request, ruling = judged.request, judged.ruling
-    domain = request.domain or judged.standing.policy.default_domain
+    domain = judged.standing.policy.evidence_domain(request.domain)
     probe_tokens = 0 if request.probe is None else request.probe.tokens
     prefix_known = ruling.prefix is not None or probe_tokens > 0
     kind = (prefix_known, request.hops, probe_tokens), ruling.native_tail

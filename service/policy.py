@@ -43,6 +43,11 @@ class Policy(BaseModel):
     default_domain: Word | None = Field(
         None, description="Domain of requests that name none; none: the worst of all decides."
     )
+    trust_domain: bool = Field(
+        True,
+        description="Whether the domain that a request names chooses its evidence; if not, the "
+        "worst of all decides.",
+    )
     domains: tuple[Word, ...] = Field(
         (), description="Domains that may be translated; all that were measured when empty."
     )
@@ -100,6 +105,10 @@ class Policy(BaseModel):
         if self.risk == "mean" and not self.kl_clip > self.max_kl:
             limits = f"kl_clip {self.kl_clip:g} must be above max_kl {self.max_kl:g}"
             raise ValueError(f"{limits}, or any mean meets it")
+
+    def evidence_domain(self, named: str | None) -> str | None:
+        """Whose evidence a request that names this domain is weighed by; None: all, the worst."""
+        return (named or self.default_domain) if self.trust_domain else None
 
     @property
     def eps(self) -> float:

@@ -103,6 +103,7 @@ _GROUPS = {
         "delta",
         "kl_clip",
         "default_domain",
+        "trust_domain",
         "allow_unproven",
         "domains",
         "native_tails",

@@ -1,6 +1,7 @@
 """What the content gate refuses over HTTP, under which reason, and what it lets through."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mappers import artifact
 from mappers.cache import KVCache
-from mappers.evidence import Evidence
+from mappers.evidence import Evidence, EvidenceRow
 from mappers.layouts import Layout, write
 from mappers.manifest import ManifestFacts
 from service.app import create_app
@@ -146,9 +147,21 @@ def test_a_token_sample_must_fit_the_rows(sample: dict[str, Any], client: TestCl
     assert answer.json()["decision"] == "reprefill"
 
 
-def test_a_cache_that_was_translated_is_not_compared(client: TestClient) -> None:
-    answer = ask(client, OTHER, hops=1)
-    assert answer.headers["kvt-reason"] == "drift_budget_exhausted"
+def hopped(rows: Sequence[EvidenceRow], hops: int) -> tuple[EvidenceRow, ...]:
+    return tuple(row.model_copy(update={"hops": hops, "score": None}) for row in rows)
+
+
+def test_a_cache_that_was_translated_before_may_deviate_more_but_not_be_spoiled(
+    tmp_path: Path,
+) -> None:
+    measured = evidence()
+    rows = (*measured.rows, *hopped(measured.rows, 1))
+    folder = publish(tmp_path, measured.model_copy(update={"rows": rows}))
+    good = AUTHOR.cache(IDS)
+    spoiled = dataclasses.replace(good, keys=good.values, values=good.keys)
+    with serving(folder) as client:
+        assert ask(client, good, hops=1).headers["kvt-decision"] == "translate"
+        assert_refused(client, {"implausible_values"}, lambda: ask(client, spoiled, hops=1))
 
 
 def test_less_familiar_than_what_was_measured_is_out_of_distribution(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mappers.evidence import Evidence
 from service import gate
 from service.gate import DETAILS, Ruling, rule
 from service.guards import Standing
+from service.policy import Policy
 from service.schemas import REASONS, TranslateRequest, read_request
 from service.settings import Settings
 from service.store import Entry, Store
@@ -74,6 +75,17 @@ def test_too_few_rows_for_the_confidence(entry: Entry) -> None:
     assert ruling(entry, request(), alpha=0.01).reason == "no_evidence"
     unproven = ruling(entry, request(), alpha=0.01, allow_unproven=True)
     assert (unproven.reason, unproven.unproven, unproven.native_tail) == (None, True, 1)
+
+
+def test_a_domain_that_is_not_trusted_chooses_no_evidence(entry: Entry) -> None:
+    usual, guarded = Policy(default_domain="chat"), Policy(trust_domain=False, domains=("chat",))
+    assert [usual.evidence_domain(named) for named in ("law", None)] == ["law", "chat"]
+    assert [guarded.evidence_domain(named) for named in ("chat", None)] == [None, None]
+    asked = request(domain="elsewhere")
+    assert ruling(entry, asked).reason == "no_evidence"
+    assert ruling(entry, asked, trust_domain=False).reason is None
+    # What a pair may be used for is still said by name.
+    assert ruling(entry, asked, trust_domain=False, domains=("chat",)).reason == "no_evidence"
 
 
 def test_too_few_rows_an_input_make_any_evidence_worthless(
