@@ -131,11 +131,11 @@ def shared_rows(pair: str, shared: Sequence[EvidenceRow]) -> Iterator[TableRow]:
 
 def kls(rows: Sequence[EvidenceRow], setting: Setting) -> dict[str, float]:
     """KL by document."""
-    wanted = tuple(setting)
+    wanted = setting._asdict()
     return {
         row.document: row.kl
         for row in rows
-        if (row.domain, row.length, row.arm, row.native_tail, row.prefix_known, row.hops) == wanted
+        if all(getattr(row, name) == value for name, value in wanted.items())
     }
 
 

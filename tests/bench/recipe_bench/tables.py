@@ -8,7 +8,7 @@ from rich.table import Table
 from mappers.summary import Setting
 from recipe_bench.results import Ratio, Result, TableRow, kls, ratio, translated
 
-console = Console(width=160)
+console = Console(width=200)
 DOMAINS = ("in_domain", "out_of_domain")
 COLUMNS = (
     ("1, mapped", 1, "mapped"),
@@ -22,11 +22,12 @@ PUBLISHED = ("paper", "CacheBridge", "aither")
 
 
 def print_tables(rows: Sequence[TableRow], results: Sequence[Result]) -> None:
-    """A table of KLs, one of other measures and one of ratios for each pair."""
+    """Of each pair: KLs, other measures, and ratios to the tail alone and to published recipes."""
     for pair in dict.fromkeys(row.pair for row in rows):
         own = [row for row in rows if row.pair == pair]
         console.print(_kl_table(pair, own))
         console.print(_measures_table(pair, own))
+        console.print(_tail_table(pair, own))
         console.print(_ratio_table(pair, [r for r in results if r.pair == pair]))
 
 
@@ -34,7 +35,7 @@ def _kl_table(pair: str, rows: Sequence[TableRow]) -> Table:
     documents = max(row.documents for row in rows)
     title = f"{pair}: KL in / out of domain by native tail and first token, {documents} documents"
     table = Table(title=title)
-    table.add_column("recipe")
+    table.add_column("recipe", no_wrap=True)
     for heading in ("MFLOP/token", "MB", "fit s", *(name for name, *_ in COLUMNS)):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, own in _by_recipe(rows).items():
@@ -45,7 +46,7 @@ def _kl_table(pair: str, rows: Sequence[TableRow]) -> Table:
 def _measures_table(pair: str, rows: Sequence[TableRow]) -> Table:
     """Intervals, top-1 agreement, gap and context recovered, in domain."""
     table = Table(title=f"{pair}: in domain, first token exact, by native tail")
-    table.add_column("recipe")
+    table.add_column("recipe", no_wrap=True)
     for tail in (1, 32, 128):
         table.add_column(f"{tail}: KL [95 %]", justify="right", no_wrap=True)
         table.add_column("top-1 / gap / context", justify="right", no_wrap=True)
@@ -78,6 +79,31 @@ def _ratio_table(pair: str, results: Sequence[Result]) -> Table:
                 speed = f"{other.fit_seconds / own.fit_seconds:.1f}"
                 table.add_row(other.recipe, own.recipe, *cells, speed)
     return table
+
+
+def _tail_table(pair: str, rows: Sequence[TableRow]) -> Table:
+    """Every recipe of ours and others against what the tail does alone, mean over mean."""
+    table = Table(title=f"{pair}: KL over that of reading only the tail, in / out")
+    table.add_column("recipe", no_wrap=True)
+    tails = (32, 64, 128)
+    for tail in tails:
+        table.add_column(f"tail {tail}", justify="right", no_wrap=True)
+    alone = {
+        (row.domain, row.native_tail): row.kl
+        for row in rows
+        if row.recipe == "control: only the tail"
+    }
+    for name, own in _by_recipe(rows).items():
+        found = [[_find(own, domain, tail, ("exact",)) for domain in DOMAINS] for tail in tails]
+        if found[0][0] is not None and not name.startswith("control"):
+            table.add_row(name, *(_shares(of_tail, alone) for of_tail in found))
+    return table
+
+
+def _shares(rows: Sequence[TableRow | None], alone: dict[tuple[str, int], float]) -> str:
+    return " / ".join(
+        "-" if row is None else f"{row.kl / alone[row.domain, row.native_tail]:.2f}" for row in rows
+    )
 
 
 def _best(results: Sequence[Result], flops: int) -> Result | None:
