@@ -38,8 +38,7 @@ from mappers.plan import FitPlan
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.queries import collect_probe_queries
-from mappers.recipes import RECIPES
-from mappers.recipes.systems import cut
+from mappers.recipes import RECIPES, sums_of
 from mappers.report import render
 from mappers.second_pass import WeightedSums, collect_weighted
 from mappers.selection import Selection, select
@@ -160,7 +159,7 @@ def _solve(
     layer: int,
 ) -> LayerMap:
     recipe, reads = RECIPES[plan.recipe], selection.reads[layer]
-    sums = cut(moments, layer, recipe.columns(reads, moments.geometry))
+    sums = sums_of(recipe, moments, layer, reads)
     if weighted is not None:
         sums = weighted.with_plain(layer, sums)
     dtype = DTYPES[plan.weights_dtype]

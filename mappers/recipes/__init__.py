@@ -1,10 +1,14 @@
 """The recipes, by name; ``tests/mappers/test_recipes.py`` holds each of them to the contract."""
 
+import torch
+
 from mappers.errors import LayoutError
-from mappers.mapper import Heads, Mapper
+from mappers.mapper import Heads, LayerMap, Mapper, Reads
+from mappers.moments import PairMoments
 from mappers.recipes.contract import Recipe
 from mappers.recipes.full_head import FULL_HEAD
 from mappers.recipes.head_local import HEAD_LOCAL
+from mappers.recipes.systems import LayerSums, cut
 from mappers.recipes.top_heads import TOP_HEADS
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (FULL_HEAD, HEAD_LOCAL, TOP_HEADS)}
@@ -16,6 +20,32 @@ def recipe_of(mapper: Mapper) -> Recipe:
     if recipe is None:
         raise LayoutError(f"no recipe of that name: expected one of {sorted(RECIPES)}")
     return recipe
+
+
+def sums_of(recipe: Recipe, moments: PairMoments, target_layer: int, reads: Reads) -> LayerSums:
+    """What the maps of one target layer follow from.
+
+    Raises LayoutError for moments of another structure, and for layers or reads that are not there.
+    """
+    if moments.structure != recipe.structure:
+        raise LayoutError(
+            f"{recipe.name} needs {recipe.structure} moments, not {moments.structure}"
+        )
+    return cut(moments, target_layer, recipe.columns(reads, moments.geometry))
+
+
+def fit_layer(
+    recipe: Recipe,
+    moments: PairMoments,
+    target_layer: int,
+    reads: Reads,
+    ridge: float,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> LayerMap:
+    """Fit one target layer on what it reads. Raises as ``sums_of`` and ``Recipe.solve`` do."""
+    sums = sums_of(recipe, moments, target_layer, reads)
+    return recipe.solve(sums, reads, moments.geometry, ridge, dtype=dtype)
 
 
 def check_shapes(mapper: Mapper) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mappers.geometry import Geometry, Structure
 from mappers.mapper import AffineMap, LayerMap, Reads
-from mappers.moments import PairMoments
 from mappers.recipes.systems import LayerSums
 
 
@@ -42,24 +41,12 @@ class Recipe(Protocol):
     def structure(self) -> Structure:
         """The head structure that its moments must have."""
 
-    def fit(
-        self,
-        moments: PairMoments,
-        target_layer: int,
-        reads: Reads,
-        ridge: float,
-        *,
-        dtype: torch.dtype = torch.float32,
-    ) -> LayerMap:
-        """Fit one target layer on what it reads, weights in ``dtype``.
-
-        Raises LayoutError for moments of another structure or reads that are not there, TooFewData,
-        SingularSystem, and ValueError for a negative ridge.
-        """
-
     def columns(self, reads: Reads, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Which numbers of a source token each of the G groups of target heads reads, for keys and
-        for values: int64 ``[G, inputs]``, as ``systems.cut`` counts them."""
+        for values: int64 ``[G, inputs]``, as ``systems.cut`` counts them.
+
+        Raises LayoutError for reads that are not there.
+        """
 
     def solve(
         self,
@@ -70,7 +57,10 @@ class Recipe(Protocol):
         *,
         dtype: torch.dtype = torch.float32,
     ) -> LayerMap:
-        """The second half of ``fit``: the maps, from sums over just what is read."""
+        """The maps of one target layer from sums over just what it reads, weights in ``dtype``.
+
+        Raises TooFewData, SingularSystem, and ValueError for a negative ridge.
+        """
 
     def weight_shape(self, geometry: Geometry, k: int) -> tuple[int, int]:
         """``[inputs, outputs]`` of a weight that reads k layers, or k heads a target head."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry, Structure, head_groups
 from mappers.mapper import AffineMap, HeadReads, LayerMap, Reads, check_sources
-from mappers.moments import PairMoments
 from mappers.recipes.contract import PreparedMap
-from mappers.recipes.systems import LayerSums, cut, solved
+from mappers.recipes.systems import LayerSums, solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +24,6 @@ class RidgeRecipe:
 
     name: str
     structure: Structure
-
-    def fit(
-        self,
-        moments: PairMoments,
-        target_layer: int,
-        reads: Reads,
-        ridge: float,
-        *,
-        dtype: torch.dtype = torch.float32,
-    ) -> LayerMap:
-        if moments.structure != self.structure:
-            raise LayoutError(
-                f"{self.name} needs {self.structure} moments, not {moments.structure}"
-            )
-        sums = cut(moments, target_layer, self.columns(reads, moments.geometry))
-        return self.solve(sums, reads, moments.geometry, ridge, dtype=dtype)
 
     def columns(self, reads: Reads, geometry: Geometry) -> tuple[Tensor, Tensor]:
         if isinstance(reads, HeadReads):

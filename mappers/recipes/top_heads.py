@@ -16,9 +16,8 @@ from torch import Tensor
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry, Structure
 from mappers.mapper import AffineMap, HeadReads, LayerMap, Reads, check_heads, layers_of
-from mappers.moments import PairMoments
 from mappers.recipes.contract import PreparedMap
-from mappers.recipes.systems import LayerSums, cut, solved
+from mappers.recipes.systems import LayerSums, solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +26,6 @@ class TopHeads:
 
     name: str = "top_heads"
     structure: Structure = "joint"
-
-    def fit(
-        self,
-        moments: PairMoments,
-        target_layer: int,
-        reads: Reads,
-        ridge: float,
-        *,
-        dtype: torch.dtype = torch.float32,
-    ) -> LayerMap:
-        if moments.structure != self.structure:
-            raise LayoutError(
-                f"{self.name} needs {self.structure} moments, not {moments.structure}"
-            )
-        sums = cut(moments, target_layer, self.columns(reads, moments.geometry))
-        return self.solve(sums, reads, moments.geometry, ridge, dtype=dtype)
 
     def columns(self, reads: Reads, geometry: Geometry) -> tuple[Tensor, Tensor]:
         if not isinstance(reads, HeadReads):

@@ -14,7 +14,7 @@ from mappers.geometry import Geometry
 from mappers.mapper import AffineMap, HeadReads, LayerMap, Mapper, Reads
 from mappers.moments import Moments, PairMoments
 from mappers.prefixes import ExactPrefixes
-from mappers.recipes import RECIPES, check_shapes, flops_per_token, recipe_of
+from mappers.recipes import RECIPES, check_shapes, fit_layer, flops_per_token, recipe_of
 from mappers.recipes.contract import Recipe
 from mappers.recipes.solve import residual_squares, solve
 from tests.mappers.pairs import (
@@ -139,7 +139,7 @@ def test_a_linear_family_is_recovered_exactly(recipe: Recipe, geometry: Geometry
     unseen = source_cache(geometry, seed=99, tokens=50)
     truth = linear_target(unseen, geometry, SOURCES, seed=7)
     for layer in range(geometry.target_layers):
-        fitted = recipe.fit(moments, layer, reads(recipe, geometry), ridge=0.0)
+        fitted = fit_layer(recipe, moments, layer, reads(recipe, geometry), ridge=0.0)
         for affine, rows, wanted in (
             (fitted.keys, unseen.keys, truth.keys),
             (fitted.values, unseen.values, truth.values),
@@ -155,7 +155,7 @@ def test_the_fit_equals_least_squares_on_the_rows_themselves(
     recipe: Recipe, geometry: Geometry, ridge: float
 ) -> None:
     source, target = source_cache(geometry), random_target(geometry)
-    fitted = recipe.fit(random_moments(recipe, geometry), 1, reads(recipe, geometry), ridge)
+    fitted = fit_layer(recipe, random_moments(recipe, geometry), 1, reads(recipe, geometry), ridge)
     dim = geometry.target_dim
     for affine, inputs, outputs in (
         (fitted.keys, source.keys, target.keys),
@@ -180,7 +180,7 @@ def test_a_sub_block_solve_equals_a_fit_that_saw_only_these_layers(
     recipe: Recipe, geometry: Geometry
 ) -> None:
     source, target = source_cache(geometry), random_target(geometry)
-    chosen = recipe.fit(random_moments(recipe, geometry), 2, reads(recipe, geometry), 0.1)
+    chosen = fit_layer(recipe, random_moments(recipe, geometry), 2, reads(recipe, geometry), 0.1)
     only = KVCache(
         tuple(source.keys[j] for j in SOURCES),
         tuple(source.values[j] for j in SOURCES),
@@ -188,7 +188,7 @@ def test_a_sub_block_solve_equals_a_fit_that_saw_only_these_layers(
     )
     smaller = dataclasses.replace(geometry, source_layers=len(SOURCES))
     read = reads(recipe, smaller, (0, 1, 2))
-    direct = recipe.fit(moments_of(recipe, smaller, only, target), 2, read, 0.1)
+    direct = fit_layer(recipe, moments_of(recipe, smaller, only, target), 2, read, 0.1)
     for first, second in ((chosen.keys, direct.keys), (chosen.values, direct.values)):
         torch.testing.assert_close(first.weight, second.weight, **TIGHT)
         torch.testing.assert_close(first.bias, second.bias, **TIGHT)
@@ -203,7 +203,7 @@ def test_shapes_dtypes_and_costs_are_as_declared(recipe: Recipe, geometry: Geome
     outputs = geometry.target_heads * geometry.target_dim
     assert recipe.weight_shape(geometry, width(recipe, geometry)) == (inputs, outputs)
     for dtype in (torch.float32, torch.bfloat16):
-        fitted = recipe.fit(moments, 0, reads(recipe, geometry), 0.01, dtype=dtype)
+        fitted = fit_layer(recipe, moments, 0, reads(recipe, geometry), 0.01, dtype=dtype)
         assert fitted.sources == SOURCES
         for affine in (fitted.keys, fitted.values):
             assert (affine.weight.shape, affine.weight.dtype) == ((inputs, outputs), dtype)
@@ -218,7 +218,7 @@ def test_the_mean_maps_to_the_mean_even_through_rounded_weights(
 ) -> None:
     source, target = source_cache(geometry), random_target(geometry)
     moments = moments_of(recipe, geometry, source, target)
-    fitted = recipe.fit(moments, 0, reads(recipe, geometry), 1.0, dtype=torch.bfloat16)
+    fitted = fit_layer(recipe, moments, 0, reads(recipe, geometry), 1.0, dtype=torch.bfloat16)
     means = [source.keys[j].double().mean(0, keepdim=True).float() for j in SOURCES]
     given = applied(recipe, fitted.keys, geometry, means)
     torch.testing.assert_close(given[0], target.keys[0].mean(0), rtol=1e-4, atol=1e-4)
@@ -231,7 +231,7 @@ def test_fitting_and_applying_are_deterministic(recipe: Recipe, geometry: Geomet
     outputs = []
     for _ in range(2):
         moments = moments_of(recipe, geometry, source, target)
-        fitted = recipe.fit(moments, 0, reads(recipe, geometry), 0.01)
+        fitted = fit_layer(recipe, moments, 0, reads(recipe, geometry), 0.01)
         contents = [source.keys[j] for j in SOURCES]
         outputs.append(applied(recipe, fitted.keys, geometry, contents))
     assert torch.equal(*outputs)
@@ -244,7 +244,7 @@ def test_applying_by_chunks_equals_applying_at_once(
     recipe: Recipe, geometry: Geometry, chunk: int
 ) -> None:
     source = source_cache(geometry)
-    fitted = recipe.fit(random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.01)
+    fitted = fit_layer(recipe, random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.01)
     contents = [source.values[j] for j in SOURCES]
     whole = applied(recipe, fitted.values, geometry, contents)
     chunked = applied(recipe, fitted.values, geometry, contents, chunk)
@@ -255,7 +255,7 @@ def test_applying_by_chunks_equals_applying_at_once(
 @every_geometry
 def test_applying_equals_a_loop_over_tokens_and_heads(recipe: Recipe, geometry: Geometry) -> None:
     source = source_cache(geometry)
-    fitted = recipe.fit(random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.01)
+    fitted = fit_layer(recipe, random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.01)
     contents = [source.keys[j][:5] for j in SOURCES]
     given = applied(recipe, fitted.keys, geometry, contents)
     weight, bias = fitted.keys.weight.double().numpy(), fitted.keys.bias.double().numpy()
@@ -278,9 +278,9 @@ def test_too_few_rows_are_counted_in_the_error(recipe: Recipe) -> None:
     moments.add_window(source.slice(0, inputs), target.slice(0, inputs))
     expected = f"{inputs} rows for {inputs} inputs: at least {inputs + 1}"
     with pytest.raises(TooFewData, match=expected):
-        recipe.fit(moments, 0, reads(recipe, geometry), ridge=0.01)
+        fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge=0.01)
     moments.add_window(source.slice(inputs, inputs + 1), target.slice(inputs, inputs + 1))
-    assert recipe.fit(moments, 0, reads(recipe, geometry), ridge=0.01).sources == SOURCES
+    assert fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge=0.01).sources == SOURCES
 
 
 @every_recipe
@@ -290,12 +290,16 @@ def test_inputs_that_determine_nothing_are_an_error_without_a_ridge(recipe: Reci
     twice = dataclasses.replace(source, keys=(source.keys[0],) * 4)
     moments = moments_of(recipe, geometry, twice, target)
     with pytest.raises(SingularSystem, match="do not determine a map at ridge 0"):
-        recipe.fit(moments, 0, reads(recipe, geometry), ridge=0.0)
-    assert recipe.fit(moments, 0, reads(recipe, geometry), ridge=1e-6).keys.weight.isfinite().all()
+        fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge=0.0)
+    assert (
+        fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge=1e-6)
+        .keys.weight.isfinite()
+        .all()
+    )
     still = dataclasses.replace(source, values=tuple(torch.ones_like(v) for v in source.values))
     moments = moments_of(recipe, geometry, still, target)
     with pytest.raises(SingularSystem, match="constant"):
-        recipe.fit(moments, 0, reads(recipe, geometry), ridge=0.1)
+        fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge=0.1)
 
 
 @every_recipe
@@ -304,7 +308,7 @@ def test_a_ridge_that_is_no_ridge_is_refused(recipe: Recipe, ridge: float) -> No
     geometry = GEOMETRIES[0]
     moments = random_moments(recipe, geometry)
     with pytest.raises(ValueError, match="ridge must be"):
-        recipe.fit(moments, 0, reads(recipe, geometry), ridge)
+        fit_layer(recipe, moments, 0, reads(recipe, geometry), ridge)
 
 
 @every_recipe
@@ -317,7 +321,7 @@ def test_layers_that_are_not_there_are_refused(
     geometry = GEOMETRIES[0]
     moments = random_moments(recipe, geometry)
     with pytest.raises(LayoutError, match="target layer"):
-        recipe.fit(moments, layer, reads(recipe, geometry, sources), ridge=0.01)
+        fit_layer(recipe, moments, layer, reads(recipe, geometry, sources), ridge=0.01)
 
 
 @every_recipe
@@ -325,8 +329,12 @@ def test_layers_are_not_taken_for_heads_nor_heads_for_layers(recipe: Recipe) -> 
     geometry = GEOMETRIES[0]
     other = "all_heads" if recipe.structure == "joint" else "joint"
     with pytest.raises(LayoutError, match="reads (heads|whole layers), not"):
-        recipe.fit(
-            random_moments(recipe, geometry), 0, reads_of_layers(other, geometry, SOURCES), 0.01
+        fit_layer(
+            recipe,
+            random_moments(recipe, geometry),
+            0,
+            reads_of_layers(other, geometry, SOURCES),
+            0.01,
         )
 
 
@@ -335,7 +343,7 @@ def test_moments_of_another_structure_are_refused(recipe: Recipe) -> None:
     geometry = GEOMETRIES[0]
     other = next(r.structure for r in RECIPES.values() if r.structure != recipe.structure)
     with pytest.raises(LayoutError, match=f"needs {recipe.structure} moments, not {other}"):
-        recipe.fit(PairMoments(geometry, other), 0, reads(recipe, geometry), ridge=0.01)
+        fit_layer(recipe, PairMoments(geometry, other), 0, reads(recipe, geometry), ridge=0.01)
 
 
 @every_recipe
@@ -343,15 +351,15 @@ def test_the_ridge_has_no_unit_and_does_not_depend_on_the_number_of_rows(recipe:
     """Rows repeated ten times, or inputs a thousand times larger: the same predictions."""
     geometry = GEOMETRIES[0]
     source, target = source_cache(geometry), random_target(geometry)
-    once = recipe.fit(random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.5)
+    once = fit_layer(recipe, random_moments(recipe, geometry), 0, reads(recipe, geometry), 0.5)
     repeated = PairMoments(geometry, recipe.structure)
     for _ in range(10):
         repeated.add_window(source, target)
-    ten_times = recipe.fit(repeated, 0, reads(recipe, geometry), 0.5)
+    ten_times = fit_layer(recipe, repeated, 0, reads(recipe, geometry), 0.5)
     torch.testing.assert_close(ten_times.keys.weight, once.keys.weight, **TIGHT)
     larger = dataclasses.replace(source, keys=tuple(1000 * layer for layer in source.keys))
-    scaled = recipe.fit(
-        moments_of(recipe, geometry, larger, target), 0, reads(recipe, geometry), 0.5
+    scaled = fit_layer(
+        recipe, moments_of(recipe, geometry, larger, target), 0, reads(recipe, geometry), 0.5
     )
     torch.testing.assert_close(1000 * scaled.keys.weight, once.keys.weight, **TIGHT)
 

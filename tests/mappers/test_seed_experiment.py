@@ -19,7 +19,7 @@ from mappers.identity import ModelIdentity
 from mappers.mapper import LayerMap, Mapper, Reads
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
-from mappers.recipes import RECIPES
+from mappers.recipes import RECIPES, fit_layer
 from mappers.rope import RotaryTable
 from mappers.selection import select
 from mappers.translate import Translator
@@ -149,7 +149,8 @@ def held_out_r2(
 
 def fit_mapper(recipe: str, moments: PairMoments, sources: tuple[Reads, ...]) -> Mapper:
     layers: tuple[LayerMap, ...] = tuple(
-        RECIPES[recipe].fit(moments, layer, read, ridge=1e-4) for layer, read in enumerate(sources)
+        fit_layer(RECIPES[recipe], moments, layer, read, ridge=1e-4)
+        for layer, read in enumerate(sources)
     )
     return Mapper(SOURCE, TARGET, recipe, layers, ExactPrefixes(), skipped_positions=0)
 

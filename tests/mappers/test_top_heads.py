@@ -10,7 +10,7 @@ from mappers.geometry import Geometry
 from mappers.mapper import HeadReads, Mapper, layers_of
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
-from mappers.recipes import RECIPES, check_shapes, flops_per_token
+from mappers.recipes import RECIPES, check_shapes, fit_layer, flops_per_token
 from mappers.selection import select
 from mappers.translate import Translator
 from tests.mappers.pairs import identity, random_cache, rotate
@@ -61,7 +61,9 @@ def test_what_was_found_translates_unseen_text_exactly_and_costs_two_heads() -> 
     seen, unseen = (random_cache(3, TOKENS, 2, 4, seed=seed) for seed in (1, 2))
     moments.add_window(seen, target_of(seen))
     recipe = RECIPES["top_heads"]
-    layers = tuple(recipe.fit(moments, layer, reads, 0.0) for layer, reads in enumerate(READS))
+    layers = tuple(
+        fit_layer(recipe, moments, layer, reads, 0.0) for layer, reads in enumerate(READS)
+    )
     mapper = Mapper(
         identity(3, 2, 4),
         identity(2, 2, 6),

@@ -16,7 +16,7 @@ from torch import Tensor
 from mappers.geometry import Geometry
 from mappers.mapper import AffineMap, LayerMap
 from mappers.moments import Moments, PairMoments
-from mappers.recipes import RECIPES
+from mappers.recipes import RECIPES, fit_layer
 from mappers.selection import select
 from recipe_bench.candidates import RIDGE, Fit, Fitted, Models
 from recipe_bench.sums import SEEDS, PairSums
@@ -65,7 +65,7 @@ def _shuffled(models: Models, sums: PairSums, *, seed: int) -> Fitted:
     moments = sums.shuffled(seed)
     chosen = select(moments, _read(moments), RIDGE).reads
     recipe = RECIPES["head_local"]
-    layers = [recipe.fit(moments, n, s, RIDGE) for n, s in enumerate(chosen)]
+    layers = [fit_layer(recipe, moments, n, s, RIDGE) for n, s in enumerate(chosen)]
     return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
 
 
