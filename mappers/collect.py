@@ -68,10 +68,12 @@ def collect(
             pair = aligned(source, target, ids)
             if profile is not None:
                 profile.add(ids, pair[0])
-            moments.add_window(
-                content(take(pair[0], rows), source.identity.rope, length=len(ids)),
-                content(take(pair[1], rows), target.identity.rope, length=len(ids)),
+            own, *before = (
+                content(cache, source.identity.rope, length=len(ids))
+                for cache in lagged(pair[0], rows, moments.lags)
             )
+            native = content(take(pair[1], rows), target.identity.rope, length=len(ids))
+            moments.add_window(own, native, before)
         last = index + 1 == len(corpus.windows)
         if checkpoints is not None and (last or (index + 1) % checkpoints.every_windows == 0):
             _save(checkpoints, corpus, moments, profile, index + 1)
@@ -111,6 +113,12 @@ def take(cache: KVCache, rows: Tensor) -> KVCache:
         tuple(values[rows] for values in cache.values),
         cache.positions[rows],
     )
+
+
+def lagged(cache: KVCache, rows: Tensor, lags: int) -> list[KVCache]:
+    """``take`` of the tokens ``rows`` [n], of those before them, and so on: one for each lag from
+    0 to ``lags``. What would be before the cache's first token is the first token."""
+    return [take(cache, (rows - lag).clamp_min(0)) for lag in range(lags + 1)]
 
 
 def content(cache: KVCache, rope: Rope, *, length: int) -> KVCache:

@@ -169,7 +169,9 @@ class Student:
             for side in (stripped.keys, stripped.values)
         )
         if self.joint:
-            keys = values = torch.cat([keys, values], 1)
+            own, rows = torch.cat([keys, values], 1), torch.arange(read.tokens)
+            lags = range(self.mapper.lags + 1)
+            keys = values = torch.cat([own[(rows - lag).clamp_min(0)] for lag in lags], 1)
         return [(keys[:, k].transpose(0, 1), values[:, v].transpose(0, 1)) for k, v in self.columns]
 
 

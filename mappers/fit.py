@@ -73,7 +73,14 @@ def fit_pair(
         source.identity, windows=len(corpus.windows), skip_positions=plan.skip_positions
     )
     moments = _moments(plan, source, target, corpus, builder, progress)
-    selection = select(moments, plan.k, plan.ridge, method=plan.selection, uneven=plan.uneven)
+    selection = select(
+        moments,
+        plan.k,
+        plan.ridge,
+        method=plan.selection,
+        uneven=plan.uneven,
+        share=plan.share,
+    )
     mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
     facts = manifest_facts(plan, corpus, moments, selection)
     folder = artifact.publish(
@@ -208,8 +215,8 @@ def _moments(
     profile: ProfileBuilder,
     progress: bool,
 ) -> PairMoments:
-    structure = RECIPES[plan.recipe].structure
-    empty = PairMoments(Geometry.of(source.identity, target.identity), structure)
+    geometry = Geometry.of(source.identity, target.identity)
+    empty = PairMoments(geometry, RECIPES[plan.recipe].structure, _lags(plan))
     return collect(
         source,
         target,
@@ -224,13 +231,19 @@ def _moments(
 
 
 def _checkpoints(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Checkpoints:
-    """A folder for each head structure, whose sums are of another shape."""
-    structure = RECIPES[plan.recipe].structure
+    """A folder for each head structure and number of lags, whose sums are of another shape."""
+    structure, lags = RECIPES[plan.recipe].structure, _lags(plan)
     sides = (side.identity.model_dump(mode="json") for side in (source, target))
-    decisive = [*sides, structure, plan.stride, plan.skip_positions, PROFILE_SCHEMA]
+    decisive = [*sides, structure, lags, plan.stride, plan.skip_positions, PROFILE_SCHEMA]
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
     own = plan.root / f".fit-{digest[:12]}"
-    return Checkpoints(plan.work / structure if plan.work else own, digest)
+    name = f"{structure}-lags-{lags}" if lags else structure
+    return Checkpoints(plan.work / name if plan.work else own, digest)
+
+
+def _lags(plan: FitPlan) -> int:
+    """How many tokens back the sums reach: only single heads are read there."""
+    return plan.lags if RECIPES[plan.recipe].structure == "joint" else 0
 
 
 def _distill_state(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Path:

@@ -37,7 +37,7 @@ class System:
         self.gram, every = gram, torch.arange(gram.shape[0])
         self.left = gram[every, :, every].clone()
         self.wanted = cross.reshape(*gram.shape[:2], -1).clone()
-        self.basis = cross.new_empty(0, *gram.shape[:2])
+        self.basis: list[Tensor] = []
         self.factor, self.white = self.left, self.wanted
 
     def gains(self) -> Tensor:
@@ -51,10 +51,12 @@ class System:
     def take(self, block: int) -> None:
         """Project the other blocks and the outputs off a block; after ``gains``."""
         size = self.gram.shape[1]
-        rows = self.gram[block].flatten(1) - self.basis[:, block].T @ self.basis.flatten(1)
+        rows = self.gram[block].flatten(1).clone()
+        for taken in self.basis:
+            rows.addmm_(taken[:, block].T, taken.flatten(1), alpha=-1)
         rows = torch.linalg.solve_triangular(self.factor[block], rows, upper=False)
         new = rows.view(size, -1, size)
-        self.basis = torch.cat([self.basis, new])
+        self.basis.append(new)
         columns = new.transpose(0, 1)
         self.left -= columns.mT @ columns
         self.wanted -= columns.mT @ self.white[block]

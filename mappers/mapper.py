@@ -15,13 +15,18 @@ from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
 from mappers.prefixes import ExactPrefixes
 
+LAGS_AT_MOST = 4
+
 Heads = tuple[tuple[int, ...], ...]
-"""Per target head, the source heads that it reads: ``layer * H_s + head`` for a head's keys,
-``(L_s + layer) * H_s + head`` for its values. As many for each target head."""
+"""Per target head, the source heads that it reads, ascending and as many for each; or one entry,
+which all target heads share. A read is of a source head's keys (kind 0) or values (kind 1), of the
+token itself (lag 0) or of the one that many tokens before it, and has the number
+``((lag * 2 + kind) * L_s + layer) * H_s + head``. Where a request holds no token so far back, its
+first token is read."""
 
 
 class HeadReads(NamedTuple):
-    """What the keys and the values of one target layer read, where each head has its own choice."""
+    """What the keys and the values of one target layer read, where single heads are chosen."""
 
     keys: Heads
     values: Heads
@@ -103,6 +108,11 @@ class Mapper:
         return Geometry.of(self.source, self.target)
 
     @property
+    def lags(self) -> int:
+        """How many tokens back a token's maps read at most."""
+        return max(lags_of(layer.heads, self.geometry) for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights and biases; the prefixes not counted."""
         return sum(layer.nbytes for layer in self.layers)
@@ -139,13 +149,30 @@ def check_layer(layer: LayerMap, geometry: Geometry, what: str) -> None:
 
 def check_heads(heads: Heads, geometry: Geometry, what: str) -> None:
     """LayoutError unless every target head reads as many source heads, each once, ascending."""
-    count = 2 * geometry.source_layers * geometry.source_heads
+    count = (LAGS_AT_MOST + 1) * heads_of_a_token(geometry)
     ascending = all(a < b for read in heads for a, b in zip(read, read[1:], strict=False))
     there = all(read and 0 <= read[0] and read[-1] < count for read in heads)
-    if len(heads) != geometry.target_heads or len({len(read) for read in heads}) != 1:
-        raise LayoutError(f"{what} must read as many source heads for each target head")
+    if len(heads) not in (1, geometry.target_heads) or len({len(read) for read in heads}) != 1:
+        raise LayoutError(
+            f"{what} must read as many source heads for each of {geometry.target_heads} target "
+            f"heads, or the same for all, not {[len(read) for read in heads]}"
+        )
     if not (ascending and there):
-        raise LayoutError(f"{what} must read source heads of 0..{count - 1}, each once, ascending")
+        raise LayoutError(
+            f"{what} must read source heads of 0..{count - 1} (lag, kind, layer, head), each once, "
+            "ascending"
+        )
+
+
+def heads_of_a_token(geometry: Geometry) -> int:
+    """2 * L_s * H_s: how many keys and values of source heads can be read at each lag."""
+    return 2 * geometry.source_layers * geometry.source_heads
+
+
+def lags_of(reads: HeadReads | None, geometry: Geometry) -> int:
+    """How many tokens back a target layer reads at most; 0 where it chooses no heads."""
+    last = max((read[-1] for heads in reads or () for read in heads), default=0)
+    return last // heads_of_a_token(geometry)
 
 
 def layers_of(reads: HeadReads, geometry: Geometry) -> tuple[int, ...]:

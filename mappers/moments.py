@@ -199,18 +199,22 @@ class PairMoments:
     windows added, which tells a resumed pass where to go on.
 
     With the structure ``joint`` the inputs are all layers' keys, then all layers' values; ``keys``
-    and ``values`` are views of one set of moments, which differ in the outputs.
+    and ``values`` are views of one set of moments, which differ in the outputs. With ``lags`` (of
+    that structure only; otherwise LayoutError) the same of the token before follow, and so on:
+    ``F = (lags + 1) * 2 * L_s * H_s * D_s``.
     """
 
-    def __init__(self, geometry: Geometry, structure: Structure) -> None:
-        self.geometry, self.structure = geometry, structure
+    def __init__(self, geometry: Geometry, structure: Structure, lags: int = 0) -> None:
+        if lags < 0 or (lags and structure != "joint"):
+            raise LayoutError(f"{structure} moments cannot have {lags} lags")
+        self.geometry, self.structure, self.lags = geometry, structure, lags
         self.groups = head_groups(geometry, structure)
         self.source_block = geometry.source_width // self.groups
         self.target_block = geometry.target_width // self.groups
         inputs = geometry.source_layers * self.source_block
         self._outputs_of_a_kind = outputs = geometry.target_layers * self.target_block
         self._parts = {
-            name: Moments(self.groups, kinds * inputs, kinds * outputs)
+            name: Moments(self.groups, kinds * (lags + 1) * inputs, kinds * outputs)
             for name, kinds in (
                 {"both": 2} if structure == "joint" else dict(keys=1, values=1)
             ).items()
@@ -236,25 +240,27 @@ class PairMoments:
         """Rows (tokens) added so far."""
         return next(iter(self._parts.values())).count
 
-    def add_window(self, source: KVCache, target: KVCache) -> None:
+    def add_window(self, source: KVCache, target: KVCache, before: Sequence[KVCache] = ()) -> None:
         """Add the same tokens of both models, keys in content space.
 
+        ``before``: for each lag from 1 up, what the source has that many tokens before them.
         Raises LayoutError when a cache does not fit the geometry or the positions differ, and
         NonFinite for a NaN or an infinity; both leave the statistics as they were.
         """
-        self._check_window(source, target)
+        self._check_window(source, target, before)
         for name, part in self._parts.items():
+            inputs = [layer for cache in (source, *before) for layer in _layers(cache, name)]
             part.add(
-                _grouped(_layers(source, name), self.groups, self.source_block),
+                _grouped(inputs, self.groups, self.source_block),
                 _grouped(_layers(target, name), self.groups, self.target_block),
             )
         self.windows += 1
 
     def merge(self, other: "PairMoments") -> None:
         """Add the windows that another pass over other data has seen."""
-        if (self.geometry, self.structure) != (other.geometry, other.structure):
+        if self._kind() != other._kind():
             raise LayoutError(
-                "moments of different geometries or structures do not belong together"
+                "moments of different geometries, structures or lags do not belong together"
             )
         for name, part in self._parts.items():
             part.merge(other._parts[name])
@@ -268,7 +274,8 @@ class PairMoments:
             for name, tensor in moments.tensors().items()
         }
         facts = {name: str(value) for name, value in asdict(self.geometry).items()}
-        facts |= {"schema": SCHEMA, "structure": self.structure, "windows": str(self.windows)}
+        facts |= {"schema": SCHEMA, "structure": self.structure, "lags": str(self.lags)}
+        facts["windows"] = str(self.windows)
         write_checkpoint(path, tensors, facts)
 
     @classmethod
@@ -286,10 +293,16 @@ class PairMoments:
         pair.windows = int(facts["windows"])
         return pair
 
-    def _check_window(self, source: KVCache, target: KVCache) -> None:
+    def _kind(self) -> tuple[Geometry, Structure, int]:
+        return self.geometry, self.structure, self.lags
+
+    def _check_window(self, source: KVCache, target: KVCache, before: Sequence[KVCache]) -> None:
         g = self.geometry
         expected = (g.source_layers, g.source_heads, g.source_dim)
-        _check_cache("source", source, expected)
+        if len(before) != self.lags or any(cache.tokens != source.tokens for cache in before):
+            raise LayoutError(f"expected {self.lags} caches of the tokens before {source.tokens}")
+        for cache in (source, *before):
+            _check_cache("source", cache, expected)
         _check_cache("target", target, (g.target_layers, g.target_heads, g.target_dim))
         if not torch.equal(source.positions, target.positions):
             raise LayoutError("source and target must hold the same tokens at the same positions")
@@ -313,7 +326,7 @@ def _finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def _grouped(layers: tuple[Tensor, ...], groups: int, block: int) -> Tensor:
+def _grouped(layers: Sequence[Tensor], groups: int, block: int) -> Tensor:
     """``[T, H, D]`` per layer to float64 ``[G, T, L * block]``, group g from its own heads."""
     tokens = layers[0].shape[0]
     rows = torch.empty(groups, tokens, len(layers), block, dtype=torch.float64)
@@ -322,10 +335,13 @@ def _grouped(layers: tuple[Tensor, ...], groups: int, block: int) -> Tensor:
     return rows.flatten(2)
 
 
-def _declared(facts: Mapping[str, str]) -> tuple[Geometry, Structure]:
+def _declared(facts: Mapping[str, str]) -> tuple[Geometry, Structure, int]:
     numbers = {name: facts.get(name, "") for name in Geometry.__dataclass_fields__}
     structures = [known for known in STRUCTURES if known == facts.get("structure")]
-    legible = all(number.isdecimal() for number in (*numbers.values(), facts.get("windows", "")))
+    lags = facts.get("lags", "0")  # which older ones do not name
+    others = (lags, facts.get("windows", ""))
+    legible = all(number.isdecimal() for number in (*numbers.values(), *others))
     if not legible or not structures:
         raise ArtifactError("a moments checkpoint without a legible geometry")
-    return Geometry(**{name: int(number) for name, number in numbers.items()}), structures[0]
+    geometry = Geometry(**{name: int(number) for name, number in numbers.items()})
+    return geometry, structures[0], int(lags)

@@ -5,9 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mappers.mapper import LAGS_AT_MOST
 from mappers.models import ModelSpec
 from mappers.recipes import RECIPES
-from mappers.selection import Method
+from mappers.selection import Method, Share
 
 Count = Annotated[int, Field(ge=1)]
 Paths = tuple[Path, ...]
@@ -18,20 +19,21 @@ class FitPlan(BaseModel):
 
     ``k`` source layers a target layer, or source heads a target head where the recipe chooses
     heads, found by ``selection`` (``mappers.selection``); ``uneven``: k on average, more where more
-    explains more. ``row_weights`` by the target's attention (``mappers.row_weights``) take a second
-    pass over the text. ``key_norm`` puts mapped keys back on the target's norm where it has one
-    (``mappers.key_norm``). ``distill_steps`` of training follow the fit (``mappers.distill``) on
-    the same windows. ``ridge`` is relative to the mean diagonal of the inputs' Gram matrix, source
-    layer by source layer. ``windows`` calibration windows of ``window_tokens`` tokens, of which
-    every ``stride``-th row is taken and none of the first ``skip_positions``. ``evaluation`` names
-    the texts of each domain; ``documents`` of each are measured at prompts of ``lengths`` tokens
-    (those that both models and the document allow) with each of ``native_tails``. Given ``alpha``
-    (and ``delta``), documents too few to certify a share alpha are found before anything is fitted.
-    The table of exact prefixes holds what the tokenizer puts in front of a text (or, if that is
-    nothing, the ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the
-    opening of a chat template. ``work`` keeps the sums, so that a stopped fit resumes and another
-    ``k`` or ``ridge`` needs no second pass; without it they are beside the artifact until it is
-    done.
+    explains more. Of a recipe that chooses heads: ``lags``, how many tokens back heads may be read,
+    and ``share``, whether all heads of a target layer read the same. ``row_weights`` by the
+    target's attention (``mappers.row_weights``) take a second pass over the text. ``key_norm`` puts
+    mapped keys back on the target's norm where it has one (``mappers.key_norm``). ``distill_steps``
+    of training follow the fit (``mappers.distill``) on the same windows. ``ridge`` is relative to
+    the mean diagonal of the inputs' Gram matrix, source layer by source layer. ``windows``
+    calibration windows of ``window_tokens`` tokens, of which every ``stride``-th row is taken and
+    none of the first ``skip_positions``. ``evaluation`` names the texts of each domain;
+    ``documents`` of each are measured at prompts of ``lengths`` tokens (those that both models and
+    the document allow) with each of ``native_tails``. Given ``alpha`` (and ``delta``), documents
+    too few to certify a share alpha are found before anything is fitted. The table of exact
+    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
+    ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
+    template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
+    needs no second pass; without it they are beside the artifact until it is done.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +49,8 @@ class FitPlan(BaseModel):
     k: Count = 4
     selection: Method = "top"
     uneven: bool = False
+    lags: Annotated[int, Field(ge=0, le=LAGS_AT_MOST)] = 1
+    share: Share = "layer"
     row_weights: Literal["none", "attention"] = "none"
     key_norm: bool = True
     distill_steps: Annotated[int, Field(ge=0)] = 0

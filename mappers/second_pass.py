@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from mappers.collect import cache_of_text, content, sampled_positions, take
+from mappers.collect import cache_of_text, content, lagged, sampled_positions, take
 from mappers.corpus import Corpus
 from mappers.geometry import Geometry
-from mappers.mapper import Reads
+from mappers.mapper import HeadReads, Reads, lags_of
 from mappers.models import LoadedModel
 from mappers.moments import Moments
 from mappers.progress import steps
@@ -33,20 +33,30 @@ class WeightedSums:
         self.geometry = geometry
         self.joint = recipe.structure == "joint"
         self.columns = [recipe.columns(read, geometry) for read in reads]
+        self.lags = max(
+            lags_of(read if isinstance(read, HeadReads) else None, geometry) for read in reads
+        )
         self.layers: list[LayerSums] = []
         for layer in self.columns:
             shapes = [(*columns.shape, geometry.target_width // len(columns)) for columns in layer]
             self.layers.append(LayerSums(*(Moments(*shape) for shape in shapes)))
         self.squares = [torch.zeros(2, len(keys), dtype=torch.float64) for keys, _ in self.columns]
 
-    def add_window(self, source: KVCache, target: KVCache, weights: Sequence[Tensor]) -> None:
+    def add_window(
+        self,
+        source: KVCache,
+        target: KVCache,
+        weights: Sequence[Tensor],
+        before: Sequence[KVCache] = (),
+    ) -> None:
         """Add the same n tokens of both models, keys in content space.
 
-        weights: per target layer ``[2, H_t, n]``, for its keys and its values.
+        weights: per target layer ``[2, H_t, n]``, for its keys and its values. before: for each lag
+        from 1 up that is read, what the source has that many tokens before them.
         """
         inputs = [_flat(source.keys), _flat(source.values)]
         if self.joint:
-            inputs = [torch.cat(inputs, dim=1)] * 2
+            inputs = [_flat(*(side for c in (source, *before) for side in (c.keys, c.values)))] * 2
         for layer, sums in enumerate(self.layers):
             outputs = target.keys[layer], target.values[layer]
             for kind in (0, 1):
@@ -74,9 +84,9 @@ class WeightedSums:
         )
 
 
-def _flat(layers: tuple[Tensor, ...]) -> Tensor:
-    """``[n, H, D]`` per layer to ``[n, L * H * D]``."""
-    return torch.cat([layer.flatten(1) for layer in layers], dim=1)
+def _flat(*sides: tuple[Tensor, ...]) -> Tensor:
+    """``[n, H, D]`` per layer to ``[n, L * H * D]``, side after side."""
+    return torch.cat([layer.flatten(1) for layers in sides for layer in layers], dim=1)
 
 
 def _blend(even: Moments, uneven: Moments, squares: Tensor) -> Moments:
@@ -110,9 +120,10 @@ def collect_weighted(
             row_weights(query, keys, values, asked, scale=scale, skip_positions=skip_positions)
             for query, keys, values in zip(queries, native.keys, native.values, strict=True)
         ]
-        sums.add_window(
-            content(take(read, rows), source.identity.rope, length=len(ids)),
-            content(take(native, rows), target.identity.rope, length=len(ids)),
-            [layer[:, :, rows].cpu() for layer in weights],
+        own, *before = (
+            content(cache, source.identity.rope, length=len(ids))
+            for cache in lagged(read, rows, sums.lags)
         )
+        mapped = content(take(native, rows), target.identity.rope, length=len(ids))
+        sums.add_window(own, mapped, [layer[:, :, rows].cpu() for layer in weights], before)
     return sums

@@ -8,7 +8,8 @@ matched heads for ``per_head`` ones (the paper probes matched heads in either ca
 ``greedy``: the layers are chosen one after the other, each for what it adds to those before it
 (``mappers.forward``), by the mean R2 of the target's heads again.
 
-Where heads are chosen (``joint`` moments), each target head has a choice of its own, always greedy.
+Where heads are chosen (``joint`` moments), of the token itself and of those before it, the choice
+is always greedy: one for each target head, or one that all heads of a target layer share.
 ``spread`` gives target layers where one more step explains more their steps at the cost of others,
 for as many operations in all.
 """
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor
 
 from mappers.forward import Path, System, forward, penalised, spread
-from mappers.mapper import HeadReads, Heads, Reads
+from mappers.mapper import HeadReads, Heads, Reads, heads_of_a_token
 from mappers.moments import Moments, PairMoments
 from mappers.recipes.solve import residual_squares
 
 Method = Literal["top", "greedy"]
+Share = Literal["head", "layer"]
+"""Who shares a choice of heads: all target heads of a layer, or nobody, each having its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,27 +46,33 @@ def select(
     *,
     method: Method = "top",
     uneven: bool = False,
+    share: Share = "layer",
+    lags: int | None = None,
 ) -> Selection:
     """What every target layer reads, from the moments alone: k layers, or k heads a target head.
 
-    ``uneven``: k on average. Layers that tie are taken from the lowest up. R2 is on the fitted
-    rows, centred, per target head and then averaged over heads; ``ridge`` is as in
-    ``recipes.solve``. Raises ValueError for a k below 1 or above what there is, TooFewData and
-    SingularSystem.
+    ``uneven``: k on average. ``share`` and ``lags`` (the farthest that may be read, all that the
+    moments have if None) are for moments from which heads are chosen. Layers that tie are taken
+    from the lowest up. R2 is on the fitted rows, centred, per target head and then averaged over
+    heads; ``ridge`` is as in ``recipes.solve``. Raises ValueError for a k below 1 or above what
+    there is, TooFewData and SingularSystem.
     """
     geometry = moments.geometry
-    most = geometry.source_layers
-    if moments.structure == "joint":
-        most *= 2 * geometry.source_heads
+    joint, most = moments.structure == "joint", geometry.source_layers
+    lags = moments.lags if lags is None else lags
+    if not 0 <= lags <= moments.lags:
+        raise ValueError(f"lags must be 0 to {moments.lags}, what the moments have, not {lags}")
+    if joint:
+        most = (lags + 1) * heads_of_a_token(geometry)
     if not 1 <= k <= most:
         raise ValueError(f"k must be 1 to {most}, what the source has, not {k}")
     # Beside the keys of all layers, where they are inputs together.
-    beside = most // 2 // geometry.source_heads if moments.structure == "joint" else 0
+    beside = geometry.source_layers if joint else 0
     r2_keys = single_source_r2(moments, moments.keys, ridge)
     r2_values = single_source_r2(moments, moments.values, ridge, beside=beside)
     reads: tuple[Reads, ...]
-    if moments.structure == "joint":
-        reads = _heads(moments, k, ridge, uneven)
+    if joint:
+        reads = _heads(moments, k, ridge, uneven, share, most)
     elif method == "greedy" or uneven:
         reads = _greedy_layers(moments, k, ridge, uneven)
     else:
@@ -129,15 +138,19 @@ def _greedy_layers(
     )
 
 
-def _heads(moments: PairMoments, m: int, ridge: float, uneven: bool) -> tuple[HeadReads, ...]:
+def _heads(
+    moments: PairMoments, m: int, ridge: float, uneven: bool, share: Share, candidates: int
+) -> tuple[HeadReads, ...]:
+    """Of the first ``candidates`` heads, for keys and values of each target layer."""
     geometry = moments.geometry
-    candidates = 2 * geometry.source_layers * geometry.source_heads
     longest = min(2 * m, candidates) if uneven else m
-    gram = penalised(moments.keys.gram[0], geometry.source_dim, ridge)
+    inputs, groups = candidates * geometry.source_dim, geometry.target_heads
+    gram = penalised(moments.keys.gram[0, :inputs, :inputs], geometry.source_dim, ridge)
     paths: list[list[Path]] = []
     for layer in range(geometry.target_layers):
         for part in (moments.keys, moments.values):
-            wanted = _unit_heads(moments, part, 0, layer).chunk(geometry.target_heads, dim=1)
+            whole = _unit_heads(moments, part, 0, layer)[:inputs]
+            wanted = whole.chunk(groups if share == "head" else 1, dim=1)
             paths.append([forward([System(gram, head)], longest) for head in wanted])
     steps = [m] * len(paths)
     if uneven:

@@ -9,6 +9,10 @@ with the same tokens, for all tokens in chunks that both fill. In a last, partly
 matrix product has fewer rows, for which a BLAS may choose another kernel, that is another order of
 the same sums: there the results agree to rounding.
 
+Where maps read tokens before their own (``Mapper.lags``), the content begins so many rows earlier
+than the mapped tokens. A request's first token is its own predecessor: exact at position 0, where
+fits do the same; with a later start position an approximation of the first rows.
+
 Legend: T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target.
 """
 
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from mappers.content import Layer, SourceContent, empty
+from mappers.content import Layer, SourceContent, by_head
 from mappers.errors import LayoutError, NonFinite
 from mappers.geometry import Geometry, head_groups
 from mappers.key_norm import restore
@@ -54,11 +58,14 @@ class _KeyFinish(NamedTuple):
 class _Request:
     """Of ``tokens`` tokens the first ``known`` come from the prefix, the others are mapped.
 
-    The tables are for the mapped tokens only.
+    The target's table is for the mapped tokens only, the source's for ``read``: from as many tokens
+    before them as the maps read back, and ``repeats`` are too few there.
     """
 
     tokens: int
     known: int
+    read: slice
+    repeats: int
     prefix: KVCache | None
     dtype: torch.dtype
     source_table: RotaryTable
@@ -98,9 +105,9 @@ class Translator:
         self.chunk_tokens = chunk_tokens or (1024 if self.device.type == "cpu" else 8192)
         self._recipe = recipe_of(mapper)
         self._joint = self._recipe.structure == "joint"
+        self._lags = mapper.lags
         groups = head_groups(self.geometry, self._recipe.structure)
         self._source_apart = self._joint or groups == self.geometry.source_heads > 1
-        self._target_apart = self._joint or groups == self.geometry.target_heads > 1
         self._layers = tuple(self._prepare(mapper.layers))
         self._wanted = frozenset(j for layer in mapper.layers for j in layer.sources)
 
@@ -147,11 +154,12 @@ class Translator:
             iter(layers),
             shape=(positions.shape[0], self.geometry.source_heads, self.geometry.source_dim),
             table=request.source_table,
-            rows=request.mapped,
+            rows=request.read,
             wanted=self._wanted,
             dtype=self.compute_dtype,
             chunk_tokens=self.chunk_tokens,
             heads_apart=self._source_apart,
+            repeats=request.repeats,
         )
         return self._emit(content, request)
 
@@ -195,21 +203,19 @@ class Translator:
         if dtype not in OUTPUT_DTYPES:
             raise ValueError(f"an answer is float32, float16 or bfloat16, not {dtype}")
         known = 0 if prefix is None else _known_tokens(prefix, positions, self.geometry, wanted)
+        read = slice(max(0, known - self._lags), wanted)
         # Some types of rotary embedding depend on the length that the model saw, not on ours.
-        length, mapped = int(positions.max()) + 1, positions[known:wanted]
+        length, both = int(positions.max()) + 1, (positions[read], positions[known:wanted])
         source_table, target_table = (
-            RotaryTable.of(rope, mapped, length=length, device=self.device) for rope in self._ropes
+            RotaryTable.of(rope, rows, length=length, device=self.device)
+            for rope, rows in zip(self._ropes, both, strict=True)
         )
-        return _Request(wanted, known, prefix, dtype, source_table, target_table)
+        repeats = self._lags - (known - read.start)
+        return _Request(wanted, known, read, repeats, prefix, dtype, source_table, target_table)
 
     def _emit(self, content: SourceContent, request: _Request) -> Iterator[Layer]:
         shape = (self.geometry.target_heads, self.geometry.target_dim)
-        workspace = empty(
-            (self.chunk_tokens, *shape),
-            dtype=torch.float32,
-            device=self.device,
-            heads_apart=self._target_apart,
-        )
+        workspace = torch.empty(self.chunk_tokens, *shape, device=self.device)
         for index, layer in enumerate(self._layers):
             keys, values = (
                 torch.empty(request.tokens, *shape, dtype=request.dtype, device=self.device)
@@ -242,13 +248,17 @@ class Translator:
     ) -> Tensor:
         """Fill ``out [T, H_t, D_t]``, keys with ``finish``; return the sum of what was written."""
         checksum = torch.zeros((), device=self.device)
+        apart = prepared.weight.shape[0] == self.geometry.target_heads > 1
+        if apart:
+            workspace = by_head(workspace)
         for start in range(0, out.shape[0], self.chunk_tokens):
             chunk = slice(start, min(start + self.chunk_tokens, out.shape[0]))
             written = out[chunk]
             # Sums are float32 anyway: an answer of the same form gets them in its own memory.
-            direct = out.dtype == torch.float32 and not self._target_apart
+            direct = out.dtype == torch.float32 and not apart
             mapped = written if direct else workspace[: written.shape[0]]
-            self._recipe.apply(prepared, [content[chunk] for content in contents], mapped)
+            read = slice(chunk.start, chunk.stop + self._lags)
+            self._recipe.apply(prepared, [content[read] for content in contents], mapped)
             if finish is not None:
                 if finish.norm is not None:
                     restore(mapped, finish.norm)

@@ -6,7 +6,7 @@ Legend: G head groups, k source layers read, T tokens, H kv heads, D head dim; `
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,18 +16,25 @@ from mappers.mapper import AffineMap, LayerMap, Reads
 from mappers.recipes.systems import LayerSums
 
 
+class Read(NamedTuple):
+    """One source head: which of the contents it is in, which head there, how many tokens back."""
+
+    content: int
+    head: int
+    lag: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedMap:
     """An affine map laid out for multiplication, made once when a Translator is built.
 
     weight: ``[G, inputs, outputs of a group]`` in the compute dtype, contiguous. bias: ``[G, 1,
-    outputs of a group]``, float32. reads: per target head which of the contents it reads and which
-    head of it, for recipes that choose heads.
+    outputs of a group]``, float32. reads: per group, for recipes that choose heads.
     """
 
     weight: Tensor
     bias: Tensor
-    reads: tuple[tuple[tuple[int, int], ...], ...] = ()
+    reads: tuple[tuple[Read, ...], ...] = ()
 
 
 class Recipe(Protocol):
@@ -78,6 +85,7 @@ class Recipe(Protocol):
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
         """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype, of the
-        kind that is mapped, or with ``joint`` moments all keys and then all values;
-        every element of ``out``, float32 ``[T, H_t, D_t]``, is overwritten. Both lie token by
-        token, or head by head where each head is regressed alone (``content.empty``)."""
+        kind that is mapped, or with ``joint`` moments all keys and then all values; in front of
+        these as many rows more as the mapper reads tokens back. Every element of ``out``, float32
+        ``[T, H_t, D_t]``, is overwritten. Contents lie token by token, or head by head where heads
+        are read alone; ``out`` head by head where G is H_t (``content.empty``)."""

@@ -70,14 +70,14 @@ class RidgeRecipe:
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
         groups = prepared.weight.shape[0]
-        rows = [_by_group(content, groups) for content in contents]
+        rows = [by_group(content, groups) for content in contents]
         if rows[0].dtype == out.dtype:
-            _multiply(prepared, rows, _by_group(out, groups))
+            _multiply(prepared, rows, by_group(out, groups))
         else:
-            _multiply_mixed(prepared, rows, _by_group(out, groups))
+            _multiply_mixed(prepared, rows, by_group(out, groups))
 
 
-def _by_group(tensor: Tensor, groups: int) -> Tensor:
+def by_group(tensor: Tensor, groups: int) -> Tensor:
     """``[T, H, D]`` as a view ``[G, T, H/G * D]``; its heads may lie apart where G is H."""
     if groups == tensor.shape[1]:
         return tensor.transpose(0, 1)

@@ -26,7 +26,7 @@ def cut(moments: PairMoments, target_layer: int, columns: tuple[Tensor, Tensor])
     """The sums of one target layer, whose G groups read these columns for keys and for values.
 
     columns: int64 ``[G, inputs]``, numbers of a source token flat: layer, head, dim (keys of all
-    layers before values where they are inputs together).
+    layers before values where they are inputs together, and then those of the token before it).
     """
     layers = moments.geometry.target_layers
     if not 0 <= target_layer < layers:
@@ -39,6 +39,10 @@ def _cut(moments: PairMoments, part: Moments, layer: int, columns: Tensor) -> Mo
     geometry = moments.geometry
     source_layer, place = columns // geometry.source_width, columns % geometry.source_width
     inputs = source_layer * moments.source_block + place % moments.source_block
+    if int(inputs.max()) >= part.gram.shape[1]:
+        raise LayoutError(
+            f"target layer {layer} reads tokens further back than moments with {moments.lags} lags"
+        )
     outputs = torch.arange(geometry.target_width).view(columns.shape[0], -1)
     groups = outputs[:, 0] // moments.target_block
     if bool((place // moments.source_block != groups[:, None]).any()):

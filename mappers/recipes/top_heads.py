@@ -1,10 +1,13 @@
-"""top_heads: each target head reads the few source heads that predict it best, wherever they are.
+"""top_heads: what a target layer reads are single source heads, wherever they predict it best.
 
-Between ``full_head``, where a target head reads all heads of k layers, and ``head_local``, where it
-reads the matched ones: here it has M of the 2 * L_s * H_s keys and values that a source token has,
-chosen for it alone (``mappers.head_selection``). A map of M heads costs what ``head_local`` costs
-with k = M. Lambda is relative to the mean diagonal of each head read, so that a head of small
-numbers is not shrunk for standing beside one of large numbers.
+Of the keys and values that all source layers have of a token, and of the tokens before it (lags),
+M are read (``mappers.selection``): by each target head its own choice, or one choice by all heads
+of a target layer. Either way a target head has ``M * D_s`` inputs, so with ``M = k * H_s`` a map
+costs what ``full_head`` costs with k layers. One choice for all makes a single product of it; the
+fewer heads are read, the more does it help if each target head may choose its own. That keys and
+values also follow from the token before: attention of one layer can fetch what the other model
+fetches elsewhere, or not at all. Lambda is relative to the mean diagonal of each head read, so
+that a head of small numbers is not shrunk for standing beside one of large numbers.
 """
 
 from collections.abc import Sequence
@@ -15,14 +18,23 @@ from torch import Tensor
 
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry, Structure
-from mappers.mapper import AffineMap, HeadReads, LayerMap, Reads, check_heads, layers_of
-from mappers.recipes.contract import PreparedMap
+from mappers.mapper import (
+    AffineMap,
+    HeadReads,
+    LayerMap,
+    Reads,
+    check_heads,
+    heads_of_a_token,
+    layers_of,
+)
+from mappers.recipes.contract import PreparedMap, Read
+from mappers.recipes.ridge import by_group
 from mappers.recipes.systems import LayerSums, solved
 
 
 @dataclass(frozen=True, slots=True)
 class TopHeads:
-    """Centred ridge regression of each target head on its own choice of source heads."""
+    """Centred ridge regression on chosen source heads, of each target head or of all together."""
 
     name: str = "top_heads"
     structure: Structure = "joint"
@@ -68,52 +80,60 @@ class TopHeads:
         device: torch.device,
         dtype: torch.dtype,
     ) -> PreparedMap:
-        heads, groups = affine.heads or (), geometry.target_heads
-        weight = affine.weight.to(device, dtype)
+        heads = affine.heads or ()
+        groups, weight = len(heads), affine.weight.to(device, dtype)
         weight = weight.reshape(weight.shape[0], groups, -1).transpose(0, 1).contiguous()
         bias = affine.bias.to(device, torch.float32).reshape(groups, 1, -1)
-        places = {layer: index for index, layer in enumerate(sources)}
         reads = tuple(
-            tuple(_place(number, places, geometry) for number in numbers) for numbers in heads
+            tuple(_located(number, sources, geometry) for number in numbers) for numbers in heads
         )
         return PreparedMap(weight, bias, reads)
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-        rows = [[contents[place][:, head] for place, head in head] for head in prepared.reads]
+        rows = [[_rows(read, contents, len(out)) for read in reads] for reads in prepared.reads]
+        by_groups = by_group(out, len(rows))
         if out.dtype == rows[0][0].dtype and out.device.type == "cpu":
-            _multiply(prepared, rows, out)
+            _multiply(prepared, rows, by_groups)
         else:
-            _multiply_gathered(prepared, rows, out)
+            _multiply_gathered(prepared, rows, by_groups)
 
 
 TOP_HEADS = TopHeads()
 
 
-def _place(number: int, places: dict[int, int], geometry: Geometry) -> tuple[int, int]:
+def _located(number: int, sources: tuple[int, ...], geometry: Geometry) -> Read:
     """Where among the contents (the sources' keys, then their values) a source head is."""
+    lag, number = divmod(number, heads_of_a_token(geometry))
     layer, head = divmod(number, geometry.source_heads)
     kind, layer = divmod(layer, geometry.source_layers)
-    return kind * len(places) + places[layer], head
+    return Read(kind * len(sources) + sources.index(layer), head, lag)
+
+
+def _rows(read: Read, contents: Sequence[Tensor], tokens: int) -> Tensor:
+    """The inputs ``[T, D_s]`` that one read gives, as a view: a lag is so many rows earlier."""
+    content = contents[read.content]
+    first = len(content) - tokens - read.lag
+    return content[first : first + tokens, read.head]
 
 
 def _multiply(prepared: PreparedMap, rows: Sequence[Sequence[Tensor]], out: Tensor) -> None:
-    """Head by head in place, without gathering the inputs."""
-    for head, inputs in enumerate(rows):
-        total, block = prepared.bias[head], inputs[0].shape[1]
+    """Read by read in place, without gathering the inputs."""
+    for group, inputs in enumerate(rows):
+        total, block = prepared.bias[group], inputs[0].shape[1]
         for index, x in enumerate(inputs):
-            weight = prepared.weight[head, index * block : (index + 1) * block]
-            torch.addmm(total, x, weight, out=out[:, head])
-            total = out[:, head]
+            weight = prepared.weight[group, index * block : (index + 1) * block]
+            torch.addmm(total, x, weight, out=out[group])
+            total = out[group]
 
 
 def _multiply_gathered(
     prepared: PreparedMap, rows: Sequence[Sequence[Tensor]], out: Tensor
 ) -> None:
-    """One product for all heads, with float32 sums (CUDA)."""
+    """One product for all groups, with float32 sums (CUDA)."""
     picked = torch.stack([x for inputs in rows for x in inputs], dim=1)
     gathered = picked.view(picked.shape[0], len(rows), -1).transpose(0, 1)
     if gathered.dtype == out.dtype:
         product = torch.bmm(gathered, prepared.weight)
     else:
         product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
-    torch.add(product, prepared.bias, out=out.transpose(0, 1))
+    torch.add(product, prepared.bias, out=out)

@@ -50,8 +50,8 @@ def test_each_target_head_finds_the_two_heads_that_it_is_made_of() -> None:
     moments = PairMoments(GEOMETRY, "joint")
     source = random_cache(3, TOKENS, 2, 4, seed=1)
     moments.add_window(source, target_of(source, noise=0.5))
-    assert select(moments, 2, 1e-4).reads == READS
-    (three, *_) = select(moments, 3, 1e-4).reads
+    assert select(moments, 2, 1e-4, share="head").reads == READS
+    (three, *_) = select(moments, 3, 1e-4, share="head").reads
     assert isinstance(three, HeadReads)
     assert set(READS[0].keys[0]) < set(three.keys[0])
 
@@ -98,7 +98,7 @@ def test_where_one_more_head_explains_more_a_layer_gets_it_from_another() -> Non
     noisy = [single + 0.1 * torch.randn(single.shape) for _ in range(2)]
     target = KVCache((made.keys[0], noisy[0]), (made.values[0], noisy[1]), source.positions)
     moments.add_window(source, target)
-    first, second = select(moments, 2, 1e-4, uneven=True).reads
+    first, second = select(moments, 2, 1e-4, uneven=True, share="head").reads
     assert isinstance(first, HeadReads)
     assert isinstance(second, HeadReads)
     counts = [len(kind[0]) for reads in (first, second) for kind in reads]
@@ -114,13 +114,15 @@ def reads(keys: tuple[tuple[int, ...], ...]) -> HeadReads:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (reads(((0,),)), "as many source heads"),
+        (reads(()), "as many source heads"),
+        (reads(((0,), (0,), (0,))), "as many source heads"),
         (reads(((0,), (0, 1))), "as many source heads"),
-        (reads(((0,), (12,))), "0..11"),
-        (reads(((-1,), (0,))), "0..11"),
+        (reads(((0,), (60,))), "0..59"),
+        (reads(((60,),)), "0..59"),
+        (reads(((-1,), (0,))), "0..59"),
         (reads(((1, 1), (0, 1))), "each once"),
         (reads(((1, 0), (0, 1))), "ascending"),
-        (reads(((), ())), "0..11"),
+        (reads(((), ())), "0..59"),
     ],
 )
 def test_heads_that_are_not_there_are_refused(wrong: HeadReads, why: str) -> None:
