@@ -24,7 +24,7 @@ class Audience:
         while len(self._seen) > MAX_BREAKERS:
             self._seen.popitem(last=False)
 
-    def shared(self, key: Key, client: str, now: float) -> bool:
-        """Whether anyone else is served here. Safe from another thread than ``note``'s."""
+    def others(self, key: Key, client: str, now: float) -> int:
+        """How many others are served here. Safe from another thread than ``note``'s."""
         seen = tuple(self._seen.get(key, {}).items())
-        return any(c != client and now - at <= self._seconds for c, at in seen)
+        return sum(c != client and now - at <= self._seconds for c, at in seen)

@@ -19,6 +19,7 @@ from service.breaker import Breaker, Key, Phase, length_bucket
 from service.errors import Problem
 from service.feedback import Feedback, FeedbackReceipt
 from service.policy import Policies, Policy
+from service.probes import Probes
 from service.reports import Reports
 from service.schemas import BreakerInfo, ShadowRequest, TranslateRequest
 from service.sessions import Sessions
@@ -62,7 +63,7 @@ class Guards:
         self._file = StateFile(settings.state)
         self._shadow = Shadow(self._file.secret)
         self._audience = Audience(settings.feedback_seconds)
-        self._probes: dict[Key, dict[str, float]] = {}
+        self._probes = Probes()
         self.policies = Policies(settings, settings.pairs)
         self.sessions = Sessions(most=settings.max_sessions, idle_seconds=settings.session_seconds)
         self._reports = Reports(
@@ -84,36 +85,50 @@ class Guards:
         """A client's name in the books, from its address."""
         return self._shadow.client(address)
 
-    def standing(self, entry: Entry, request: TranslateRequest) -> Standing:
+    def standing(self, entry: Entry, request: TranslateRequest, client: str) -> Standing:
         """For the gate."""
         now, policy = wall_clock(), self.policies.of(entry.id)
-        key = _key(entry, request, policy)
-        breaker, session = self._reports.breakers.get(key), self._session(request)
+        key, session = _key(entry, request, policy), self._session(request)
+        clients = 1 + self._audience.others(key, client, now)
+        places = policy.breaker_probes
         return Standing(
             policy,
             key,
-            phase="closed" if breaker is None else breaker.phase(policy, now),
-            probe_free=self._waiting(key, now) < policy.breaker_probes,
+            phase=self._phase(key, policy, now),
+            probe_free=self._probes.free(key, client, now, places=places, clients=clients),
             spent=0.0 if session is None else self.sessions.spent(session, now),
         )
 
+    def opened_since(self, standing: Standing) -> bool:
+        """Whether the breaker has opened while the request was queued and computed.
+
+        Half-open where it was closed, it has opened and cooled down meanwhile.
+        """
+        phase = self._phase(standing.key, standing.policy, wall_clock())
+        return phase == "open" or (phase == "half_open" and standing.phase == "closed")
+
     @contextlib.contextmanager
     def claim(
-        self, answer_id: str, request: TranslateRequest, standing: Standing, kl: float
+        self,
+        answer_id: str,
+        client: str,
+        request: TranslateRequest,
+        standing: Standing,
+        kl: float,
     ) -> Iterator[Claim]:
         """Take a place among the probes, and at most ``kl`` from the session; before anything is
         awaited, so that requests at the same time see each other."""
         claim, now, session = Claim(), wall_clock(), self._session(request)
         if standing.phase == "half_open":
             until = now + self._settings.feedback_seconds
-            self._probes.setdefault(standing.key, {})[answer_id] = until
+            self._probes.take(standing.key, answer_id, client, until)
         if session is not None:
             self.sessions.charge(session, kl, now)
         try:
             yield claim
         finally:
             if claim.kept is None:
-                self._probes.get(standing.key, {}).pop(answer_id, None)
+                self._probes.give_back(standing.key, answer_id)
             if session is not None:
                 self.sessions.refund(session, kl - (claim.kept or 0.0))
 
@@ -157,7 +172,7 @@ class Guards:
         except sqlite3.Error as error:
             log.error("a KL cannot be written down", fault=type(error).__name__)
             raise Problem("state_unavailable", "the KL could not be written down") from error
-        self._probes.get(answer.key, {}).pop(answer.id, None)
+        self._probes.give_back(answer.key, answer.id)
         return answer.key.mapper, receipt
 
     def breakers(self, mapper_id: str, digest: str | None) -> list[BreakerInfo]:
@@ -170,12 +185,9 @@ class Guards:
     def _session(self, request: TranslateRequest) -> bytes | None:
         return None if request.session_id is None else self._shadow.session(request.session_id)
 
-    def _waiting(self, key: Key, now: float) -> int:
-        """Probes of a half-open breaker whose KL has not come yet, and still may."""
-        waiting = self._probes.get(key, {})
-        for answer_id in [a for a, until in waiting.items() if until < now]:
-            del waiting[answer_id]
-        return len(waiting)
+    def _phase(self, key: Key, policy: Policy, now: float) -> Phase:
+        breaker = self._reports.breakers.get(key)
+        return "closed" if breaker is None else breaker.phase(policy, now)
 
 
 def _key(entry: Entry, request: TranslateRequest, policy: Policy) -> Key:

@@ -59,18 +59,20 @@ async def translate(call: Call) -> Response:
             observe_stages(call.service.metrics, work.seconds)
             return answers.reprefill(judged, work.refusal)
         shadow = await _mark(judged)
-        if shadow is None and judged.standing.phase == "half_open":
+        if _broken(judged, shadow):
             return answers.reprefill(judged, "breaker_open")
+        if shadow is not None:
+            call.service.metrics.shadowed.labels(judged.entry.id).inc()
         claim.kept = judged.ruling.drift
         judged = _forecast(judged, work)
         return _emit(judged, running, shadow, held)
 
 
-def plan(service: Service, request: TranslateRequest) -> Plan:
+def plan(service: Service, request: TranslateRequest, client: str) -> Plan:
     """Answer ``POST /translate/plan``: the same first steps, without the cache."""
     service.lifecycle.check_open()
     entry = _identify_pair(service, request)
-    standing, ruling = _cheap_gate(service, entry, request)
+    standing, ruling = _cheap_gate(service, entry, request, client)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
     return Plan(
@@ -109,7 +111,7 @@ async def _read_head(call: Call) -> Head:
 def _judge(call: Call, request: TranslateRequest) -> Judged:
     entry = _identify_pair(call.service, request)
     call.ledger.pair = entry.id
-    standing, ruling = _cheap_gate(call.service, entry, request)
+    standing, ruling = _cheap_gate(call.service, entry, request, call.client)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
     return Judged(call, entry, request, standing, ruling)
 
@@ -126,10 +128,10 @@ def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
 
 
 def _cheap_gate(
-    service: Service, entry: Entry, request: TranslateRequest
+    service: Service, entry: Entry, request: TranslateRequest, client: str
 ) -> tuple[Standing, gate.Ruling]:
     with service.metrics.stage("gate"):
-        standing = service.guards.standing(entry, request)
+        standing = service.guards.standing(entry, request, client)
         return standing, gate.rule(
             entry,
             request,
@@ -143,18 +145,20 @@ def _claim(judged: Judged) -> contextlib.AbstractContextManager[Claim]:
     """Take what the gate found to be free, before anyone else is asked about it."""
     call = judged.call
     return call.service.guards.claim(
-        call.request_id, judged.request, judged.standing, judged.ruling.drift
+        call.request_id, call.client, judged.request, judged.standing, judged.ruling.drift
     )
 
 
 async def _mark(judged: Judged) -> ShadowRequest | None:
-    call, standing = judged.call, judged.standing
-    shadow = await call.service.guards.mark(
-        call.request_id, call.client, standing, judged.ruling.max_kl
-    )
-    if shadow is not None:
-        call.service.metrics.shadowed.labels(judged.entry.id).inc()
-    return shadow
+    call, max_kl = judged.call, judged.ruling.max_kl
+    return await call.service.guards.mark(call.request_id, call.client, judged.standing, max_kl)
+
+
+def _broken(judged: Judged, shadow: ShadowRequest | None) -> bool:
+    """Whether the breaker speaks against the answer after all; asked when nothing is sent yet."""
+    if judged.call.service.guards.opened_since(judged.standing):
+        return True
+    return shadow is None and judged.standing.phase == "half_open"
 
 
 def _sides(entry: Entry, request: TranslateRequest, tokens: int) -> tuple[Side, Side]:

@@ -68,7 +68,7 @@ class Reports:
         if now > answer.issued_seconds + self._seconds:
             raise Problem("answer_expired", f"a KL is taken for {self._seconds:g} seconds")
         policy = self._policies.of(answer.key.mapper)
-        shared = self._audience.shared(answer.key, answer.client, now)
+        shared = self._audience.others(answer.key, answer.client, now) > 0
         sample = Sample(
             loss_of(kl, answer.max_kl, policy),
             violates(kl, answer.max_kl),

@@ -37,8 +37,8 @@ async def translate(request: Request, service: TheService) -> Response:
     """
     with Ledger(service.metrics, request.scope["kvt.facts"]) as ledger:
         body, declared = _open(request, service, (SAFETENSORS, OCTETS))
-        client = service.guards.client(request.client.host if request.client else None)
-        call = Call(service, body, declared, request.scope["kvt.request_id"], client, ledger)
+        request_id, client = request.scope["kvt.request_id"], _client(request, service)
+        call = Call(service, body, declared, request_id, client, ledger)
         try:
             return await pipeline.translate(call)
         except ClientGone:
@@ -55,7 +55,7 @@ async def plan(request: Request, service: TheService) -> Plan:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Problem("bad_document", "the request document is not UTF-8") from error
-    return pipeline.plan(service, read_request(text))
+    return pipeline.plan(service, read_request(text), _client(request, service))
 
 
 @router.get("/mappers")
@@ -142,6 +142,11 @@ def _counted(service: Service, entry: Entry) -> MapperInfo:
 def _info(service: Service, entry: Entry) -> MapperInfo:
     breakers = service.guards.breakers(entry.id, entry.digest)
     return entry.info().model_copy(update={"breakers": breakers})
+
+
+def _client(request: Request, service: Service) -> str:
+    """What our books call the caller."""
+    return service.guards.client(request.client.host if request.client else None)
 
 
 async def _document(request: Request, service: Service, limit_bytes: int) -> bytes:

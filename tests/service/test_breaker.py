@@ -7,6 +7,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -462,6 +464,44 @@ class TestService:
             report(client, probes[0], KEEPS)
             assert ask(client).headers["kvt-decision"] == "translate"
             assert ask(client).headers["kvt-reason"] == "breaker_open"
+
+    def test_a_client_that_never_reports_keeps_nobody_from_probing(
+        self, artifacts: Path, clock: Clock
+    ) -> None:
+        settings = self.settings(artifacts, breaker_probes=4)
+        with served(settings) as client:
+            until(client, "open", BREAKS, most=10)
+            other = elsewhere(client, "192.0.2.7")
+            clock.now += 61
+            taken = [ask(client).headers["kvt-decision"] for _ in range(5)]
+            assert taken == ["translate"] * 4 + ["reprefill"], "alone it may have all places"
+            probes = [ask(other) for _ in range(3)]
+            found = [probe.headers["kvt-decision"] for probe in probes]
+            assert found == ["translate"] * 2 + ["reprefill"], "a newcomer has its half"
+            report(other, probes[0], KEEPS)
+            assert ask(client).headers["kvt-reason"] == "breaker_open"
+            assert ask(other).headers["kvt-decision"] == "translate"
+
+    def test_a_request_that_was_queued_when_it_opened_is_not_answered(
+        self, artifacts: Path
+    ) -> None:
+        with served(self.settings(artifacts)) as client, ThreadPoolExecutor(2) as threads:
+            answers = [ask(client) for _ in range(10)]
+            worker = client.app.state.service.worker
+            release = threading.Event()
+            busy = threads.submit(worker.on_device, release.wait)
+            queued = threads.submit(ask, client)
+            while "kvt_queue_depth 1.0" not in client.get("/metrics").text:
+                pass
+            opened = [report(client, answer, BREAKS).json()["breaker"] for answer in answers]
+            release.set()
+            assert busy.result()
+            assert opened[-1] == "open"
+            refused = queued.result()
+            assert refused.headers["kvt-reason"] == "breaker_open"
+            assert refused.json()["decision"] == "reprefill"
+            assert outcomes(client)["reprefill", "breaker_open"] == 1
+            assert worker.in_flight == worker.in_flight_bytes == 0
 
     def test_other_lengths_and_domains_are_served_meanwhile(self, artifacts: Path) -> None:
         with served(self.settings(artifacts)) as client:
