@@ -5,7 +5,9 @@ the model caches them: after any k-norm and the rotary embedding at the absolute
 Every other layout is converted at the edge, in ``mappers/layouts.py``.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +22,39 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
 }
+"""What a tensor of a cache may hold; int8 only with scales (``mappers/stored.py``)."""
+
+Layer = tuple[Tensor, Tensor]
+"""Keys and values of one layer."""
+
+
+class Readable(Protocol):
+    """A cache that is read a layer at a time, or a few rows of all layers."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[T]``."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        ...
+
+    def layers(self) -> Iterator[Layer]:
+        """Keys and values ``[T, H, D]`` of each layer in order, any float dtype."""
+        ...
+
+    def take(self, rows: Tensor) -> "KVCache":
+        """The tokens ``rows`` (int64 ``[n]``), copied; their absolute positions stay theirs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +62,7 @@ class KVCache:
     """Keys and values of all layers, each ``[T, H, D]``, and the tokens' absolute positions.
 
     ``keys`` and ``values`` hold one tensor per layer, contiguous or a view, all of one shape and
-    dtype (one of ``DTYPES``); ``positions`` is int64 ``[T]``. Raises ``LayoutError`` otherwise.
+    float dtype of ``DTYPES``; ``positions`` is int64 ``[T]``. Raises ``LayoutError`` otherwise.
     """
 
     keys: tuple[Tensor, ...]
@@ -43,7 +77,8 @@ class KVCache:
             )
         _check_positions(self.positions)
         first = self.keys[0]
-        if first.ndim != 3 or first.dtype not in DTYPES.values():
+        known = first.is_floating_point() and first.dtype in DTYPES.values()
+        if first.ndim != 3 or not known:
             raise LayoutError(f"expected float [tokens, heads, dim], got {describe(first)}")
         for tensor in (*self.keys, *self.values):
             if tensor.shape != first.shape or tensor.dtype != first.dtype:
@@ -80,6 +115,19 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of all keys and values, positions not counted."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+    def layers(self) -> Iterator[Layer]:
+        """Keys and values of each layer in order."""
+        return zip(self.keys, self.values, strict=True)
+
+    def take(self, rows: Tensor) -> "KVCache":
+        """The tokens ``rows`` (int64 ``[n]``), copied; their absolute positions stay theirs."""
+        chosen = rows.to(self.positions.device)
+        return KVCache(
+            tuple(keys[chosen] for keys in self.keys),
+            tuple(values[chosen] for values in self.values),
+            self.positions[chosen],
+        )
 
     def slice(self, start: int, stop: int) -> "KVCache":
         """The tokens ``start <= t < stop`` as views of the same memory; Python's slice rules."""

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from mappers.attention import attention_kinds, decoder_config, head_sizes, key_norm
-from mappers.errors import IdentityMismatch, UnsupportedModel
+from mappers.cache import DTYPES
+from mappers.errors import IdentityMismatch, LayoutError, UnsupportedModel
+from mappers.quantize import ScaleScheme, Storage, StorageDtype
 from mappers.rope import Rope
 
 Side = Literal["source", "target"]
 ComputeDtype = Literal["float32", "float16", "bfloat16"]
-StorageDtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-ScaleScheme = Literal["none", "per_tensor", "per_head"]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, le=65536)]
 Numbers = Annotated[list[float] | tuple[float, ...], Field(max_length=4096)]
@@ -40,13 +40,16 @@ class _Sided(BaseModel):
     quantization: Name | None = None
     adapter: Name | None = None
     kv_scales: ScaleScheme = "none"
+    # Left out where there are none, so that the ids of mappers without any stay what they are.
+    kv_zero_points: bool = Field(False, exclude_if=lambda given: not given)
 
 
 class ModelIdentity(_Sided):
     """One model as a translator must know it.
 
     ``version`` is an immutable revision or ``weights_digest``; ``architecture`` is transformers'
-    ``model_type``; ``dtype`` is what the model computes in and ``kv_dtype`` what its cache stores;
+    ``model_type``; ``dtype`` is what the model computes in, ``kv_dtype`` what its cache stores,
+    with scales and zero points as ``mappers/quantize.py`` has them;
     ``k_norm`` says whether keys are normalised before they are rotated; ``attention`` has one kind
     per layer, of which only ``full`` is supported. Raises ``ValidationError`` for anything else.
     """
@@ -67,9 +70,16 @@ class ModelIdentity(_Sided):
             raise ValueError("attention: expected one kind for each layer")
         if self.rope.head_dim != self.head_dim:
             raise ValueError("rope.head_dim: expected the same as head_dim")
-        if self.kv_scales != "none" and not is_float8(self.kv_dtype):
-            raise ValueError("kv_scales: only a float8 cache has scales")
+        try:
+            Storage(self.kv_dtype, self.kv_scales, self.kv_zero_points)
+        except LayoutError as error:
+            raise ValueError(f"kv_dtype and kv_scales: {error}") from error
         return self
+
+    @property
+    def storage(self) -> Storage:
+        """In which form the cache is stored."""
+        return Storage(self.kv_dtype, self.kv_scales, self.kv_zero_points)
 
     @classmethod
     def from_config(
@@ -82,6 +92,7 @@ class ModelIdentity(_Sided):
         tokenizer_digest: str,
         kv_dtype: StorageDtype | None = None,
         kv_scales: ScaleScheme = "none",
+        kv_zero_points: bool = False,
         adapter: str | None = None,
     ) -> Self:
         """The identity of a model with this config; ``kv_dtype`` is ``dtype`` unless given.
@@ -106,6 +117,7 @@ class ModelIdentity(_Sided):
                 "dtype": dtype,
                 "kv_dtype": kv_dtype or dtype,
                 "kv_scales": kv_scales,
+                "kv_zero_points": kv_zero_points,
                 "k_norm": k_norm,
                 "quantization": _quantization(config),
                 "adapter": adapter,
@@ -136,7 +148,7 @@ class IdentityClaim(_Sided):
     tokenizer_digest: Name | None = None
 
 
-_ALWAYS = ("model", "version", "dtype", "quantization", "adapter", "kv_scales")
+_ALWAYS = ("model", "version", "dtype", "quantization", "adapter")
 _WHEN_GIVEN = (
     "architecture",
     "num_layers",
@@ -174,11 +186,6 @@ def check_pair(source: ModelIdentity, target: ModelIdentity) -> None:
         raise UnsupportedModel(
             "different_tokenizers", "source and target have different tokenizers"
         )
-
-
-def is_float8(dtype: str) -> bool:
-    """Whether a storage dtype has 8 bits, so that its scales matter."""
-    return dtype.startswith("float8")
 
 
 def weights_digest(path: Path) -> str:
@@ -245,8 +252,10 @@ def _resolved(fitted: Rope, claim: IdentityClaim, side: Side) -> dict[str, Any]:
 def _compare_storage(identity: ModelIdentity, claim: IdentityClaim, side: Side) -> None:
     stated = claim.kv_dtype or claim.dtype
     # A 16 or 32 bit cache is converted without loss that matters; an 8 bit one is other numbers.
-    if is_float8(stated) or is_float8(identity.kv_dtype):
+    if any(DTYPES[dtype].itemsize == 1 for dtype in (stated, identity.kv_dtype)):
         _compare(side, "kv_dtype", identity.kv_dtype, stated)
+    _compare(side, "kv_scales", identity.kv_scales, claim.kv_scales)
+    _compare(side, "kv_zero_points", identity.kv_zero_points, claim.kv_zero_points)
 
 
 def shown(value: object) -> str:

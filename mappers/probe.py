@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, Readable
 from mappers.errors import LayoutError
 from mappers.identity import ModelIdentity
 from mappers.rope import Rope, RotaryTable
@@ -79,7 +79,7 @@ def bytes_at_most(target: ModelIdentity) -> int:
 
 
 def translation_error(
-    queries: ProbeQueries, translator: Translator, source: KVCache, native: KVCache
+    queries: ProbeQueries, translator: Translator, source: Readable, native: KVCache
 ) -> float:
     """``probe_error`` of the translation of a prompt whose first p tokens the target read itself.
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, Readable
 from mappers.conformal import conformal
 from mappers.errors import LayoutError
 from mappers.features import COMPONENTS, FEATURES, RowMoments, measure
@@ -58,7 +58,7 @@ class CalibrationProfile:
     tokens: TokenTable
 
     def examine(
-        self, cache: KVCache, source: ModelIdentity, *, skip_positions: int, peaks: Tensor
+        self, cache: Readable, source: ModelIdentity, *, skip_positions: int, peaks: Tensor
     ) -> Finding | None:
         """Measure a source cache, keys as cached; ``peaks`` are its ``largest``, all finite.
 
@@ -152,14 +152,14 @@ def bytes_at_most(source: ModelIdentity) -> int:
     return 4 * (numbers + TEXTS_AT_MOST + PROJECTED * width) + TOKENS_AT_MOST * _TOKEN_BYTES
 
 
-def usual_rows(cache: KVCache, skip_positions: int) -> Tensor:
+def usual_rows(cache: Readable, skip_positions: int) -> Tensor:
     """The rows of a cache that are sampled, int64 ``[m]``."""
     start = int(cache.positions[0])
     return sample_rows(cache.tokens, start_position=start, skip_positions=skip_positions)
 
 
 def features(
-    moments: RowMoments, cache: KVCache, source: ModelIdentity, *, rows: Tensor, peaks: Tensor
+    moments: RowMoments, cache: Readable, source: ModelIdentity, *, rows: Tensor, peaks: Tensor
 ) -> dict[str, Tensor]:
     """The features of a cache by name."""
     sampled = sample(cache, source.rope, rows)

@@ -6,7 +6,7 @@ Legend: L layers, T tokens, H kv heads, D head dim, m sampled rows.
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import Readable
 from mappers.rope import Rope, RotaryTable
 
 SAMPLED_ROWS = 96
@@ -25,16 +25,15 @@ def sample_rows(tokens: int, *, start_position: int = 0, skip_positions: int = 0
     return torch.linspace(first, tokens - 1, count, dtype=torch.float64).round().to(torch.int64)
 
 
-def sample(cache: KVCache, rope: Rope, rows: Tensor) -> Tensor:
+def sample(cache: Readable, rope: Rope, rows: Tensor) -> Tensor:
     """Content keys and values of these rows, float32 ``[2, L, H, m, D]``, on the CPU.
 
     The cache ends with the last token that the model had read.
     """
-    chosen = rows.to(cache.positions.device)
+    chosen = cache.take(rows)
     # All layers at once: a prompt's worth of small operations would cost more than they compute.
     keys, values = (
-        torch.stack([layer[chosen] for layer in layers], dim=1).float().cpu()
-        for layers in (cache.keys, cache.values)
+        torch.stack(layers, dim=1).float().cpu() for layers in (chosen.keys, chosen.values)
     )
     positions = cache.positions.cpu()
     table = RotaryTable.of(rope, positions[rows], length=int(positions[-1]) + 1)
@@ -42,13 +41,13 @@ def sample(cache: KVCache, rope: Rope, rows: Tensor) -> Tensor:
     return torch.stack((content, values)).permute(0, 2, 3, 1, 4)
 
 
-def largest(cache: KVCache) -> Tensor:
+def largest(cache: Readable) -> Tensor:
     """Largest absolute value that each channel has in any row, as cached: ``[2, L, H, D]``.
 
     Every element is read. A NaN or an infinity anywhere shows as such.
     """
-    kinds = [[_largest(layer) for layer in layers] for layers in (cache.keys, cache.values)]
-    return torch.stack([torch.stack(kind) for kind in kinds]).cpu()
+    layers = [torch.stack([_largest(keys), _largest(values)]) for keys, values in cache.layers()]
+    return torch.stack(layers, dim=1).cpu()
 
 
 _BITS = {4: (torch.int32, 0x7FFFFFFF), 2: (torch.int16, 0x7FFF), 1: (torch.int8, 0x7F)}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, Readable
 from mappers.errors import LayoutError
 
 PROJECTED = 8
@@ -35,7 +35,7 @@ class TokenTable:
     values: Tensor
     directions: Tensor
 
-    def strangers(self, cache: KVCache, rows: Tensor, ids: Tensor) -> float | None:
+    def strangers(self, cache: Readable, rows: Tensor, ids: Tensor) -> float | None:
         """The share of ``rows`` (int64 ``[n]``) of a source cache that are not of token ``ids``.
 
         Rows whose token is not in the table do not count; None when fewer than 4 do.
@@ -44,7 +44,7 @@ class TokenTable:
         known = self.ids[place] == ids
         if int(known.sum()) < KNOWN_AT_LEAST:
             return None
-        first_layer = cache.values[0]
+        _, first_layer = next(cache.layers())
         found = project(first_layer[rows[known].to(first_layer.device)], self.directions)
         apart = (found - self.values[place[known]]).square().sum(-1)
         return float((~(apart <= TOLERANCE * self._between())).float().mean())

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, Readable
 from mappers.content import Layer, SourceContent, by_head
 from mappers.errors import LayoutError, NonFinite
 from mappers.geometry import Geometry, head_groups
@@ -113,7 +113,7 @@ class Translator:
 
     def layers(
         self,
-        source: KVCache,
+        source: Readable,
         *,
         dtype: torch.dtype,
         prefix: KVCache | None = None,
@@ -124,8 +124,9 @@ class Translator:
             raise LayoutError(
                 f"the source has {source.num_layers} layers, not {self.geometry.source_layers}"
             )
-        layers = zip(source.keys, source.values, strict=True)
-        return self.stream(layers, source.positions, dtype=dtype, prefix=prefix, tokens=tokens)
+        return self.stream(
+            source.layers(), source.positions, dtype=dtype, prefix=prefix, tokens=tokens
+        )
 
     def stream(
         self,
@@ -165,7 +166,7 @@ class Translator:
 
     def translate(
         self,
-        source: KVCache,
+        source: Readable,
         *,
         dtype: torch.dtype,
         prefix: KVCache | None = None,

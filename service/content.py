@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mappers.cache import KVCache
+from mappers.cache import Readable
 from mappers.conformal import FALSE_REFUSALS
 from mappers.evidence import Evidence
 from mappers.identity import ModelIdentity
@@ -64,7 +64,7 @@ class ContentGate:
         scores = evidence.score_limits if evidence else {}
         return cls(profile, source, skip_positions, profile.limit(FALSE_REFUSALS), scores)
 
-    def inspect(self, cache: KVCache, request: TranslateRequest, domain: str | None) -> Inspected:
+    def inspect(self, cache: Readable, request: TranslateRequest, domain: str | None) -> Inspected:
         """Look at a source cache as received; ``domain`` is the one that its evidence is of."""
         peaks = largest(cache)
         if not bool(peaks.isfinite().all()):
@@ -78,7 +78,7 @@ class ContentGate:
     def _compare(
         self,
         profile: CalibrationProfile,
-        cache: KVCache,
+        cache: Readable,
         peaks: Tensor,
         request: TranslateRequest,
         domain: str | None,
@@ -103,7 +103,7 @@ class ContentGate:
 
 
 def _strangers(
-    profile: CalibrationProfile, cache: KVCache, request: TranslateRequest
+    profile: CalibrationProfile, cache: Readable, request: TranslateRequest
 ) -> float | None:
     """The share of the rows whose token the request names that are not of that token."""
     first = () if request.start_position else request.prefix_token_ids[: request.tokens]

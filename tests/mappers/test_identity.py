@@ -123,7 +123,9 @@ def test_a_model_without_rotary_embedding_is_refused() -> None:
         pytest.param({"attention": ("full",) * 3}, id="attention of other length"),
         pytest.param({"attention": ("sliding",) * 4}, id="another attention kind"),
         pytest.param({"head_dim": 32}, id="head dim that is not the rope's"),
-        pytest.param({"kv_scales": "per_head"}, id="scales without float8"),
+        pytest.param({"kv_scales": "per_head"}, id="scales of 16 bits"),
+        pytest.param({"kv_dtype": "int8"}, id="int8 without scales"),
+        pytest.param({"kv_zero_points": True}, id="zero points of 16 bits"),
         pytest.param({"num_layers": 0, "attention": ()}, id="no layers"),
         pytest.param({"num_kv_heads": True}, id="bool for a number"),
         pytest.param({"num_kv_heads": "2"}, id="text for a number"),
@@ -204,13 +206,10 @@ def test_inferred_rope_parameters_may_be_stated_too() -> None:
         ("dtype", {"dtype": "float16"}, "bfloat16", "float16"),
         ("quantization", {"quantization": "awq"}, "none", "awq"),
         ("adapter", {"adapter": "lora"}, "none", "lora"),
-        (
-            "kv_scales",
-            {"kv_scales": "per_tensor", "kv_dtype": "float8_e4m3fn"},
-            "none",
-            "per_tensor",
-        ),
+        ("kv_scales", {"kv_scales": "per_tensor"}, "none", "per_tensor"),
+        ("kv_zero_points", {"kv_zero_points": True}, "false", "true"),
         ("kv_dtype", {"kv_dtype": "float8_e4m3fn"}, "bfloat16", "float8_e4m3fn"),
+        ("kv_dtype", {"kv_dtype": "int8", "kv_scales": "per_head"}, "bfloat16", "int8"),
         ("rope_type", {"rope_type": "yarn", "rope_parameters": YARN}, "default", "yarn"),
         (
             "rope_parameters.partial_rotary_factor",
@@ -246,7 +245,7 @@ def test_every_field_of_a_claim_is_compared() -> None:
         ("adapter", identity(adapter="lora")),
         ("quantization", identity(quantization="awq")),
         ("kv_dtype", identity(kv_dtype="float8_e5m2")),
-        ("kv_scales", identity(kv_dtype="float8_e5m2", kv_scales="per_head")),
+        ("kv_dtype", identity(kv_dtype="int8", kv_scales="per_head")),
         ("rope_type", identity({"rope_type": "llama3", **LLAMA3})),
     ],
 )
@@ -287,6 +286,26 @@ def test_8_bit_storage_is_not() -> None:
     fitted = identity(kv_dtype="float8_e4m3fn", kv_scales="per_head")
     check(fitted, claim(kv_dtype="float8_e4m3fn", kv_scales="per_head"), "source")
     assert mismatch(fitted, claim(kv_dtype="float8_e5m2", kv_scales="per_head")).field == "kv_dtype"
+    found = mismatch(fitted, claim(kv_dtype="float8_e4m3fn", kv_scales="per_token_head"))
+    assert (found.field, found.expected, found.given) == (
+        "kv_scales",
+        "per_head",
+        "per_token_head",
+    )
+    assert mismatch(fitted, claim(kv_dtype="float8_e4m3fn")).field == "kv_scales"
+    assert mismatch(fitted, claim()).field == "kv_dtype"
+
+
+def test_zero_points_are_compared_and_absent_where_there_are_none() -> None:
+    plain = identity(kv_dtype="int8", kv_scales="per_head")
+    shifted = identity(kv_dtype="int8", kv_scales="per_head", kv_zero_points=True)
+    said = {"kv_dtype": "int8", "kv_scales": "per_head"}
+    check(shifted, claim(**said, kv_zero_points=True), "source")
+    assert mismatch(shifted, claim(**said)).field == "kv_zero_points"
+    assert mismatch(plain, claim(**said, kv_zero_points=True)).field == "kv_zero_points"
+    # The ids of mappers are digests of this.
+    assert "kv_zero_points" not in plain.model_dump()
+    assert shifted.model_dump()["kv_zero_points"] is True
 
 
 HOSTILE = st.text(min_size=1, max_size=256)

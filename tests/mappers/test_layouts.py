@@ -105,7 +105,8 @@ GEOMETRIES = st.builds(
     block_tokens=st.integers(1, 4),
 )
 LAYOUTS = st.sampled_from(Layout)
-ALL_DTYPES = st.sampled_from(sorted(DTYPES))
+# Where int8 is, its scales are too: such caches are read in the service's tests.
+ALL_DTYPES = st.sampled_from(sorted(n for n, dtype in DTYPES.items() if dtype.is_floating_point))
 
 
 @given(layout=LAYOUTS, g=GEOMETRIES, dtype=ALL_DTYPES, strided=st.booleans())
