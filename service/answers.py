@@ -7,6 +7,7 @@ from service.gate import DETAILS, Ruling
 from service.policy import Policy
 from service.schemas import Receipt, Reprefill, ShadowRequest, TranslateRequest
 from service.side import Side
+from service.transport import Approved
 from service.wire import write_header
 
 SAFETENSORS = "application/vnd.safetensors"
@@ -34,20 +35,21 @@ def reprefill(judged: Judged, reason: str) -> Response:
     return JSONResponse(body.model_dump(mode="json"), headers=headers)
 
 
-def translated_head(
-    judged: Judged, target: Side, shadow: ShadowRequest | None, tail_token: str | None
-) -> tuple[bytes, dict[str, str]]:
-    """The safetensors header that carries the receipt, and the HTTP headers.
-
-    Both tokens are the answer's one token.
-    """
-    receipt, ruling = _receipt(judged, shadow), judged.ruling
+def translated_head(approved: Approved, target: Side) -> tuple[bytes, dict[str, str]]:
+    """The safetensors header that carries the receipt, and the HTTP headers."""
+    receipt = _receipt(approved.judged, approved.shadow)
     tensors = [(name, target.dtype, target.shape) for name in target.names]
     head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
+    length = str(len(head) + target.nbytes)
+    kind = {"Content-Type": SAFETENSORS, "Content-Length": length}
+    return head, {**_translated(approved), **kind}
+
+
+def _translated(approved: Approved) -> dict[str, str]:
+    """The headers of an answer with tensors; both tokens are its one token."""
+    judged, ruling = approved.judged, approved.judged.ruling
     headers = {
         **_common(judged),
-        "Content-Type": SAFETENSORS,
-        "Content-Length": str(len(head) + target.nbytes),
         "KVT-Decision": "translate",
         "KVT-Tokens": str(ruling.tokens),
         "KVT-Native-Tail": str(ruling.native_tail),
@@ -58,11 +60,11 @@ def translated_head(
         headers["KVT-KL-Bound"] = f"{ruling.kl_bound:.6g}"
     if ruling.unproven:
         headers["KVT-Unproven"] = "true"
-    if shadow is not None:
-        headers |= {"KVT-Shadow": "requested", "KVT-Feedback-Token": shadow.token}
-    if tail_token is not None:
-        headers |= {"KVT-Suffix": "accepted", "KVT-Feedback-Token": tail_token}
-    return head, headers
+    if approved.shadow is not None:
+        headers |= {"KVT-Shadow": "requested", "KVT-Feedback-Token": approved.shadow.token}
+    if approved.tail_token is not None:
+        headers |= {"KVT-Suffix": "accepted", "KVT-Feedback-Token": approved.tail_token}
+    return headers
 
 
 def _common(judged: Judged) -> dict[str, str]:

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import NamedTuple
 
 from starlette.responses import Response
 
@@ -17,27 +16,19 @@ from service.call import Call, Judged
 from service.errors import Problem
 from service.guards import Claim, Standing
 from service.probing import Probing, check_probe, probe_side, queries_of
-from service.schemas import Plan, ShadowRequest, TranslateRequest, read_request
-from service.settle import observe_stages, settle
-from service.side import Side, check_tensors
+from service.schemas import Plan, ShadowRequest, TranslateRequest
+from service.settle import observe_stages
+from service.side import Side
 from service.state import Service
 from service.store import Entry
-from service.stream import Running, Stream
+from service.stream import Running
 from service.translation import Translation
-from service.wire import LENGTH_BYTES, Header, header_length, parse_header
+from service.transport import Approved, Transport
 from service.worker import Emission
 
 
-class Head(NamedTuple):
-    """The front of a body: the request document, the tensors that follow, and its own size."""
-
-    request: TranslateRequest
-    header: Header
-    nbytes: int
-
-
-async def translate(call: Call) -> Response:
-    """Answer ``POST /translate``.
+async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -> Response:
+    """Answer ``POST /translate``; ``open_`` reads the request document.
 
     Raises ``Problem`` or an error of the library for what is refused, ``ClientGone`` when there is
     nobody to answer.
@@ -45,14 +36,14 @@ async def translate(call: Call) -> Response:
     call.service.lifecycle.check_open()
     async with AsyncExitStack() as held:
         held.enter_context(call.service.worker.place())
-        head = await _read_head(call)
-        judged = _judge(call, head.request)
+        transport = await open_(call)
+        judged = _judge(call, transport.request)
         if judged.ruling.reason is not None:
             return answers.reprefill(judged, judged.ruling.reason)
         claim = held.enter_context(_claim(judged))
-        work = _reserve(judged, head, held)
-        await _ingest(call, work)
-        running = await _start(judged, head, work, held)
+        work = _reserve(judged, transport, held)
+        await _ingest(call, transport, work)
+        running = await _start(judged, work, held)
         call.ledger.note(**work.facts)
         judged = _ruled_again(judged, work)
         if work.refusal is not None:
@@ -65,7 +56,8 @@ async def translate(call: Call) -> Response:
             call.service.metrics.shadowed.labels(judged.entry.id).inc()
         claim.kept = judged.ruling.drift
         judged = _forecast(judged, work)
-        return _emit(judged, running, shadow, held)
+        approved = Approved(judged, running, shadow, _give_tail(judged))
+        return await transport.answer(approved, held)
 
 
 def plan(service: Service, request: TranslateRequest, client: str) -> Plan:
@@ -95,17 +87,6 @@ def plan(service: Service, request: TranslateRequest, client: str) -> Plan:
         bytes_in=source.nbytes + (probe_side(target).nbytes if request.probe else 0),
         bytes_out=target.nbytes if ruling.tokens else 0,
     )
-
-
-async def _read_head(call: Call) -> Head:
-    limit = call.service.settings.max_header_bytes
-    length = header_length(await call.body.exactly(LENGTH_BYTES), limit=limit)
-    if call.declared_bytes is not None and LENGTH_BYTES + length > call.declared_bytes:
-        raise Problem("bad_safetensors", "the header is longer than the body")
-    header = parse_header(await call.body.exactly(length))
-    if header.metadata.keys() != {"kvt"}:
-        raise Problem("bad_metadata", "__metadata__ holds the request document as kvt, and no more")
-    return Head(read_request(header.metadata["kvt"]), header, LENGTH_BYTES + length)
 
 
 def _judge(call: Call, request: TranslateRequest) -> Judged:
@@ -169,28 +150,18 @@ def _sides(entry: Entry, request: TranslateRequest, tokens: int) -> tuple[Side, 
     )
 
 
-def _reserve(judged: Judged, head: Head, held: AsyncExitStack) -> Translation:
+def _reserve(judged: Judged, transport: Transport, held: AsyncExitStack) -> Translation:
     """Check the tensors against the declared geometry, then take the memory that it needs."""
-    call, request, ruling = judged.call, judged.request, judged.ruling
+    request, ruling = judged.request, judged.ruling
     # With a probe the native tail is not known yet: memory is taken for an answer without one.
     tokens = request.tokens if ruling.provisional else ruling.tokens
     source, target = _sides(judged.entry, request, tokens)
     probing = _probing(judged, target)
     sent = [source] if probing is None else [source, probing.side]
-    check_tensors(head.header, *sent)
-    sent_bytes = sum(side.nbytes for side in sent)
-    expected, declared = head.nbytes + sent_bytes, call.declared_bytes
-    if declared is not None and declared != expected:
-        code = "truncated_body" if declared < expected else "bad_safetensors"
-        raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
-    held.enter_context(call.service.worker.memory(sent_bytes + target.nbytes))
-    try:
-        domain = judged.standing.policy.evidence_domain(request.domain)
-        return Translation(
-            judged.entry.loaded, source, target, request, domain, ruling.prefix, probing
-        )
-    except MemoryError as error:
-        raise Problem("out_of_memory", "there is no memory for this request now") from error
+    space = transport.reserve(sent, target, held)
+    domain = judged.standing.policy.evidence_domain(request.domain)
+    loaded = judged.entry.loaded
+    return Translation(loaded, source, target, space, request, domain, ruling.prefix, probing)
 
 
 def _probing(judged: Judged, target: Side) -> Probing | None:
@@ -225,14 +196,13 @@ def _forecast(judged: Judged, work: Translation) -> Judged:
     return replace(judged, ruling=replace(judged.ruling, expected_kl=expected))
 
 
-async def _ingest(call: Call, work: Translation) -> None:
+async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
     with call.service.metrics.stage("ingest"):
-        await call.body.into(work.input)
-        await call.body.end()
-    call.service.metrics.bytes.labels("in").inc(len(work.input))
+        await transport.ingest(work.space)
+    call.service.metrics.bytes.labels("in").inc(work.space.received.numel())
 
 
-async def _start(judged: Judged, head: Head, work: Translation, held: AsyncExitStack) -> Running:
+async def _start(judged: Judged, work: Translation, held: AsyncExitStack) -> Running:
     """Queue the work; return when an answer may begin, or when the content gate has refused.
 
     Unless the gate has proven that no value can overflow, an answer begins only when all of it has
@@ -240,9 +210,7 @@ async def _start(judged: Judged, head: Head, work: Translation, held: AsyncExitS
     """
     emission = Emission()
     expected = judged.entry.timing.seconds(judged.ruling.tokens) or 0.0
-    device = judged.call.service.worker.running(
-        lambda: work.run(head.header.tensors, emission), emission, expected
-    )
+    device = judged.call.service.worker.running(lambda: work.run(emission), emission, expected)
     started = time.perf_counter()
     future = await held.enter_async_context(device)
     gone = await held.enter_async_context(_watched(judged.call.body))
@@ -265,23 +233,10 @@ async def _watched(body: Body) -> AsyncIterator[asyncio.Task[None]]:
         watcher.cancel()
 
 
-def _emit(
-    judged: Judged, running: Running, shadow: ShadowRequest | None, held: AsyncExitStack
-) -> Response:
-    """The answer; from here on it holds what was ``held``, which a fault before that releases."""
-    settings = judged.call.service.settings
-    tail_token = judged.call.service.guards.give_tail(
+def _give_tail(judged: Judged) -> str | None:
+    """The token with which the native tail's likelihood is posted, if anything can judge it."""
+    return judged.call.service.guards.give_tail(
         judged.call.request_id, judged.entry.id, _tail_checks(judged)
-    )
-    head, headers = answers.translated_head(judged, running.work.target, shadow, tail_token)
-    return Stream(
-        head,
-        headers,
-        running=running,
-        held=held.pop_all(),
-        ended=lambda cut: settle(judged, running, cut),
-        grace_seconds=settings.body_grace_seconds,
-        bytes_per_second=settings.body_bytes_per_second,
     )
 
 

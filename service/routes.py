@@ -11,6 +11,7 @@ from starlette.responses import Response
 from service import openapi, pipeline
 from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
+from service.body_transport import BodyTransport
 from service.call import Call
 from service.digest import ContentDigest
 from service.errors import Problem
@@ -40,7 +41,7 @@ async def translate(request: Request, service: TheService) -> Response:
         request_id, client = request.scope["kvt.request_id"], _client(request, service)
         call = Call(service, body, declared, request_id, client, ledger)
         try:
-            return await pipeline.translate(call)
+            return await pipeline.translate(call, BodyTransport.read)
         except ClientGone:
             ledger.close("disconnected", "client_disconnect")
             return Response(status_code=499)

@@ -1,11 +1,11 @@
-"""One translation: its sizes, its two buffers, and the work that the device thread does on them."""
+"""One translation: its sizes, its memory, and the work that the device thread does on it."""
 
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +29,18 @@ ROTARY_MARGIN = 8.0
 POISON = 0xFF
 
 
-class Translation:
-    """The buffers of one request and what the device thread does with them.
+class Space(NamedTuple):
+    """The memory of one request, uint8: ``received`` holds ``tensors``, ``answer`` the target's."""
 
-    Memory: the source and the probe as received and the target as sent, once each. ``run`` ends
+    received: Tensor
+    answer: Tensor
+    tensors: Mapping[str, TensorSpec]
+
+
+class Translation:
+    """The memory of one request and what the device thread does with it.
+
+    ``space``: the source and the probe as received and the target as sent, once each. ``run`` ends
     with ``refusal`` None, or with a reason from the closed list; ``facts`` are what the content
     gate measured. With a probe ``target`` is the largest that the answer can be, until the probe's
     error is known and the gate has ruled again: that is ``ruling`` then.
@@ -43,36 +51,31 @@ class Translation:
         loaded: Loaded,
         source: Side,
         target: Side,
+        space: Space,
         request: TranslateRequest,
         domain: str | None,
         prefix: KVCache | None,
         probing: Probing | None = None,
     ) -> None:
-        self.target = target
+        self.target, self.space = target, space
         self._loaded, self._source, self._probing = loaded, source, probing
         self._request, self._domain, self._prefix = request, domain, prefix
-        probe_bytes = 0 if probing is None else probing.side.nbytes
-        self._received = np.empty(source.nbytes + probe_bytes, np.uint8)
-        self._answer = np.empty(target.nbytes, np.uint8)
         self.seconds: dict[str, float] = {}
         self.facts: dict[str, float | str] = {}
         self.refusal: str | None = None
         self.ruling: Ruling | None = None
         self.proven_finite = False
-
-    @property
-    def input(self) -> memoryview:
-        """Where the bytes of the request's tensors go, in the order of its header."""
-        return self._received.data
+        self.ready_layers = 0
 
     @property
     def output(self) -> memoryview:
         """The answer's bytes, after its header."""
-        return self._answer.data[: self.target.nbytes]
+        answer: memoryview = self._answer.numpy().data
+        return answer
 
-    def run(self, tensors: dict[str, TensorSpec], emission: Emission) -> None:
+    def run(self, emission: Emission) -> None:
         """On the device thread: inspect what was sent, then translate layer by layer."""
-        data = torch.from_numpy(self._received)
+        data, tensors = self.space.received, self.space.tensors
         source = self._source.read(data, tensors, self._request.start_position)
         try:
             with self._timed("content_gate"):
@@ -84,6 +87,8 @@ class Translation:
                     self._translate(source, emission)
         except NonFinite:
             self.refusal = "non_finite"
+            if not self.proven_finite:  # nothing of it is out, and nobody is to find half of it
+                self._answer.fill_(POISON)
 
     def _inspect(self, source: KVCache) -> None:
         inspection = self._loaded.content.inspect(source, self._request, self._domain)
@@ -129,16 +134,20 @@ class Translation:
             if not math.isfinite(_largest(written)):
                 raise NonFinite(f"target layer {done} holds values that are not finite")
             done += 1
+            self.ready_layers = done
             emission.advance(self._final_bytes(done))
         if done != side.geometry.layers:
             raise Problem(
                 "internal_invariant", f"{done} of {side.geometry.layers} layers were translated"
             )
 
+    @property
+    def _answer(self) -> Tensor:
+        return self.space.answer[: self.target.nbytes]
+
     def _parts(self) -> dict[str, Tensor]:
         side = self.target
-        answer = torch.from_numpy(self._answer)[: side.nbytes]
-        whole = answer.fill_(POISON).view(DTYPES[side.dtype])
+        whole = self._answer.fill_(POISON).view(DTYPES[side.dtype])
         return dict(zip(side.names, whole.view(len(side.names), *side.shape), strict=True))
 
     def _emitted_dtype(self) -> torch.dtype:

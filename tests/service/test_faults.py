@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from mappers.errors import NonFinite
 from mappers.layouts import write_layer
 from mappers.translate import Translator
-from service import answers, translation
+from service import answers, body_transport, translation
 from service.app import create_app
 from service.settings import Settings
 from service.state import Service
@@ -209,7 +209,7 @@ def test_memory_that_cannot_be_had(settings: Settings, monkeypatch: pytest.Monke
     def none_left(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(translation.np, "empty", none_left)
+    monkeypatch.setattr(body_transport.np, "empty", none_left)
     answer, service = one(settings, good())
     assert (answer.status, json.loads(answer.body)["code"]) == (507, "out_of_memory")
     assert int(answer.headers["retry-after"]) >= 1

@@ -1,0 +1,47 @@
+"""How a cache comes in and how its answer goes out: what the pipeline asks of either way.
+
+``service/body_transport.py`` moves bytes over HTTP, ``service/buffer_transport.py`` reads and
+writes shared memory; the order of a request (``service/pipeline.py``) is the same for both.
+"""
+
+from contextlib import AsyncExitStack
+from typing import NamedTuple, Protocol
+
+from starlette.responses import Response
+
+from service.call import Judged
+from service.schemas import ShadowRequest, TranslateRequest
+from service.side import Side
+from service.stream import Running
+from service.translation import Space
+
+
+class Approved(NamedTuple):
+    """An answer that may go out: nothing speaks against it any more."""
+
+    judged: Judged
+    running: Running
+    shadow: ShadowRequest | None
+    tail_token: str | None
+
+
+class Transport(Protocol):
+    """One request's way in and out; made when its document has been read."""
+
+    @property
+    def request(self) -> TranslateRequest:
+        """The request document."""
+        ...
+
+    def reserve(self, sent: list[Side], target: Side, held: AsyncExitStack) -> Space:
+        """Check that the tensors are those of ``sent``, and hold the memory for them and for an
+        answer as large as ``target``. Raises ``Problem``."""
+        ...
+
+    async def ingest(self, space: Space) -> None:
+        """Have all of them in ``space.received``. Raises ``Problem`` or ``ClientGone``."""
+        ...
+
+    async def answer(self, approved: Approved, held: AsyncExitStack) -> Response:
+        """Hand the target's cache out while its later layers are computed."""
+        ...
