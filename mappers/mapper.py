@@ -110,7 +110,7 @@ class Mapper:
     @property
     def lags(self) -> int:
         """How many tokens back a token's maps read at most."""
-        return max(lags_of(layer.heads, self.geometry) for layer in self.layers)
+        return max(lags_of(layer.heads or layer.sources, self.geometry) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -169,10 +169,11 @@ def heads_of_a_token(geometry: Geometry) -> int:
     return 2 * geometry.source_layers * geometry.source_heads
 
 
-def lags_of(reads: HeadReads | None, geometry: Geometry) -> int:
-    """How many tokens back a target layer reads at most; 0 where it chooses no heads."""
-    last = max((read[-1] for heads in reads or () for read in heads), default=0)
-    return last // heads_of_a_token(geometry)
+def lags_of(reads: Reads, geometry: Geometry) -> int:
+    """How many tokens back a target layer reads at most: 0 where it reads whole layers."""
+    if not isinstance(reads, HeadReads):
+        return 0
+    return max(read[-1] for heads in reads for read in heads) // heads_of_a_token(geometry)
 
 
 def layers_of(reads: HeadReads, geometry: Geometry) -> tuple[int, ...]:

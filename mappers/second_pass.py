@@ -16,7 +16,7 @@ from mappers.cache import KVCache
 from mappers.collect import cache_of_text, content, lagged, sampled_positions, take
 from mappers.corpus import Corpus
 from mappers.geometry import Geometry
-from mappers.mapper import HeadReads, Reads, lags_of
+from mappers.mapper import Reads, lags_of
 from mappers.models import LoadedModel
 from mappers.moments import Moments
 from mappers.progress import steps
@@ -33,9 +33,7 @@ class WeightedSums:
         self.geometry = geometry
         self.joint = recipe.structure == "joint"
         self.columns = [recipe.columns(read, geometry) for read in reads]
-        self.lags = max(
-            lags_of(read if isinstance(read, HeadReads) else None, geometry) for read in reads
-        )
+        self.lags = max(lags_of(read, geometry) for read in reads)
         self.layers: list[LayerSums] = []
         for layer in self.columns:
             shapes = [(*columns.shape, geometry.target_width // len(columns)) for columns in layer]

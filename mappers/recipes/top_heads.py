@@ -90,12 +90,10 @@ class TopHeads:
         return PreparedMap(weight, bias, reads)
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-        rows = [[_rows(read, contents, len(out)) for read in reads] for reads in prepared.reads]
-        by_groups = by_group(out, len(rows))
-        if out.dtype == rows[0][0].dtype and out.device.type == "cpu":
-            _multiply(prepared, rows, by_groups)
+        if out.dtype == contents[0].dtype and out.device.type == "cpu":
+            _multiply(prepared, contents, out)
         else:
-            _multiply_gathered(prepared, rows, by_groups)
+            multiply_gathered(prepared, contents, out)
 
 
 TOP_HEADS = TopHeads()
@@ -116,24 +114,24 @@ def _rows(read: Read, contents: Sequence[Tensor], tokens: int) -> Tensor:
     return content[first : first + tokens, read.head]
 
 
-def _multiply(prepared: PreparedMap, rows: Sequence[Sequence[Tensor]], out: Tensor) -> None:
+def _multiply(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
     """Read by read in place, without gathering the inputs."""
-    for group, inputs in enumerate(rows):
-        total, block = prepared.bias[group], inputs[0].shape[1]
-        for index, x in enumerate(inputs):
+    groups = by_group(out, len(prepared.reads))
+    for group, reads in enumerate(prepared.reads):
+        total, block = prepared.bias[group], prepared.weight.shape[1] // len(reads)
+        for index, read in enumerate(reads):
             weight = prepared.weight[group, index * block : (index + 1) * block]
-            torch.addmm(total, x, weight, out=out[group])
-            total = out[group]
+            torch.addmm(total, _rows(read, contents, len(out)), weight, out=groups[group])
+            total = groups[group]
 
 
-def _multiply_gathered(
-    prepared: PreparedMap, rows: Sequence[Sequence[Tensor]], out: Tensor
-) -> None:
+def multiply_gathered(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
     """One product for all groups, with float32 sums (CUDA)."""
-    picked = torch.stack([x for inputs in rows for x in inputs], dim=1)
-    gathered = picked.view(picked.shape[0], len(rows), -1).transpose(0, 1)
+    rows = [_rows(read, contents, len(out)) for reads in prepared.reads for read in reads]
+    picked, groups = torch.stack(rows, dim=1), len(prepared.reads)
+    gathered = picked.view(len(out), groups, -1).transpose(0, 1)
     if gathered.dtype == out.dtype:
         product = torch.bmm(gathered, prepared.weight)
     else:
         product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
-    torch.add(product, prepared.bias, out=out)
+    torch.add(product, prepared.bias, out=by_group(out, groups))

@@ -1,7 +1,7 @@
 """``kvt inspect``: what an artifact is, how good it was measured to be, and what it may serve."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -80,8 +80,6 @@ def inspect(
 
 def _facts(artifact: "Artifact") -> Table:
     manifest = artifact.manifest
-    counts = sorted({len(sources) for sources in manifest.sources})
-    read = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     table = Table(
         title=manifest.mapper_id,
         show_header=False,
@@ -92,7 +90,7 @@ def _facts(artifact: "Artifact") -> Table:
     rows = {
         "digest": artifact.digest,
         "made": f"{manifest.created_at:%Y-%m-%d %H:%M} UTC, bundle {manifest.bundle_version}",
-        "recipe": f"{manifest.recipe}, {read} source layers a target layer, ridge "
+        "recipe": f"{manifest.recipe}, {_reads(artifact)}, ridge "
         f"{manifest.ridge:g}, first {manifest.skipped_positions} positions left out",
         "fitted on": _calibration(artifact),
         "size": f"{manifest.weight_bytes / 1e6:.1f} MB of {manifest.weights_dtype} weights, "
@@ -104,6 +102,23 @@ def _facts(artifact: "Artifact") -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _reads(artifact: "Artifact") -> str:
+    """How much the maps read, and of which tokens."""
+    mapper = artifact.mapper
+    heads = [choice for layer in mapper.layers for choice in layer.heads or ()]
+    if not heads:
+        layers = _span(len(layer.sources) for layer in mapper.layers)
+        return f"{layers} source layers a target layer"
+    whose = "layer" if all(len(choice) == 1 for choice in heads) else "head"
+    lags = f", up to {mapper.lags} tokens back" if mapper.lags else ""
+    return f"{_span(len(choice[0]) for choice in heads)} source heads a target {whose}{lags}"
+
+
+def _span(counts: Iterable[int]) -> str:
+    found = sorted(counts)
+    return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
 def _calibration(artifact: "Artifact") -> str:

@@ -123,6 +123,18 @@ def test_round_trip(tmp_path: Path, recipe: str, dtype: torch.dtype) -> None:
     assert loaded.digest == f"sha256:{hashlib.sha256(sums).hexdigest()}"
 
 
+def test_reads_of_earlier_tokens_and_a_shared_choice_are_kept(tmp_path: Path) -> None:
+    own = mapper("top_heads")
+    first, *others = own.layers
+    reads = HeadReads(((1, 4 * 12),), ((3, 12 + 3),))  # of layer 0, 4 tokens back; of layer 1
+    maps = [affine(2 * 8, 16, torch.float32, seed) for seed in (3, 4)]
+    keys, values = (replace(one, heads=heads) for one, heads in zip(maps, reads, strict=True))
+    given_mapper = replace(own, layers=(LayerMap((0, 1), keys, values), *others))
+    loaded = artifact.load(artifact.publish(tmp_path, given_mapper, facts()))
+    assert_same(loaded.mapper, given_mapper)
+    assert loaded.mapper.lags == 4
+
+
 def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     said = facts(bundle_version=3)
     path = artifact.publish(tmp_path, mapper(dtype=torch.bfloat16), said)

@@ -86,6 +86,26 @@ def test_the_sums_are_those_of_the_rows_taken(
     torch.testing.assert_close(moments.keys.cross[0], cross, rtol=1e-9, atol=1e-6)
 
 
+def test_rows_before_are_those_of_the_whole_window(
+    source: LoadedModel, target: LoadedModel, corpus: Corpus
+) -> None:
+    """With a stride, what is before a row is not the row that was taken before it."""
+    moments = PairMoments(Geometry.of(source.identity, target.identity), "joint", 2)
+    moments = collect(source, target, corpus, moments, skip_positions=1, progress=False)
+    taken = []
+    for index, ids in enumerate(corpus.windows):
+        whole, _ = aligned(source, target, ids)
+        whole = content(whole, source.identity.rope, length=len(ids))
+        own = torch.cat([side.flatten(1) for side in (*whole.keys, *whole.values)], 1).double()
+        before = torch.cat([own[:1], own[:-1]])
+        earlier = torch.cat([own[:1], own[:1], own[:-2]])
+        rows = slice(1 + index % 4, None, 4)
+        taken.append(torch.cat([own, before, earlier], 1)[rows])
+    inputs = torch.cat(taken)
+    centred = inputs - inputs.mean(0)
+    torch.testing.assert_close(moments.keys.gram[0], centred.T @ centred, rtol=1e-9, atol=1e-5)
+
+
 def test_a_stopped_pass_resumes_to_the_same_bits(
     source: LoadedModel,
     target: LoadedModel,

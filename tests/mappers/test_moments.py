@@ -283,8 +283,32 @@ def test_windows_that_do_not_fit_leave_a_pair_as_it_was() -> None:
     assert (moments.keys.count, moments.values.count, moments.windows) == (0, 0, 0)
 
 
+def test_lags_are_kept_and_are_none_where_a_checkpoint_does_not_name_them(tmp_path: Path) -> None:
+    g, path = GEOMETRY, tmp_path / "pair"
+    source = random_cache(g.source_layers, 9, g.source_heads, g.source_dim)
+    target = random_cache(g.target_layers, 9, g.target_heads, g.target_dim)
+    for lags in (2, 0):
+        moments = PairMoments(g, "joint", lags)
+        moments.add_window(source, target, [source] * lags)
+        moments.save(path)
+        loaded = PairMoments.load(path)
+        assert loaded.lags == lags
+        assert_same_bits(loaded.keys, moments.keys)
+        with pytest.raises(LayoutError, match="do not belong together"):
+            loaded.merge(PairMoments(g, "joint", lags + 1))
+    tensors, facts = read_checkpoint(path, "kvt-moments-2")
+    write_checkpoint(path, tensors, {name: fact for name, fact in facts.items() if name != "lags"})
+    assert PairMoments.load(path).lags == 0
+
+
 @pytest.mark.parametrize(
-    "fault", [{"structure": "some_heads"}, {"source_heads": "x"}, {"target_layers": "3"}]
+    "fault",
+    [
+        {"structure": "some_heads"},
+        {"source_heads": "x"},
+        {"target_layers": "3"},
+        {"lags": "x"},
+    ],
 )
 def test_a_pair_checkpoint_must_fit_its_own_facts(tmp_path: Path, fault: dict[str, str]) -> None:
     path = tmp_path / "pair"
