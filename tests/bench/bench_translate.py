@@ -14,17 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from geometries import PAIRS, Pair, random_cache, random_mapper
 from transformers import AutoModelForCausalLM
 
 from mappers.cache import DTYPES, KVCache
 from mappers.mapper import Mapper
 from mappers.recipes import recipe_of
 from mappers.translate import Translator
+from tests.bench.geometries import PAIRS, Pair, random_cache, random_mapper
 
 Step = Callable[[], None]
 
@@ -141,9 +141,11 @@ def _multiplies(mapper: Mapper, tokens: int, device: str) -> dict[str, Step]:
     on shapes and machine, and only the faster is a yardstick.
     """
     recipe, dtype = recipe_of(mapper), _compute_dtype(device)
+    where: Any = {"device": torch.device(device), "dtype": dtype}
     weights = [
-        recipe.prepare(affine, mapper.geometry, device=torch.device(device), dtype=dtype).weight
-        for _, affine in mapper.affine_maps()
+        recipe.prepare(affine, layer.sources, mapper.geometry, **where).weight
+        for layer in mapper.layers
+        for affine in (layer.keys, layer.values)
     ]
     groups, inputs, outputs = weights[0].shape
     x = torch.randn(groups, tokens, inputs, device=device, dtype=dtype)
@@ -167,7 +169,7 @@ def _compute_dtype(device: str) -> torch.dtype:
 
 def _target(pair: Pair, device: str) -> Callable[[int], Step]:
     """The target with random weights; gives the prefill of a prompt of so many tokens."""
-    model = AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         pair.target, attn_implementation="sdpa", dtype=_compute_dtype(device)
     )
     model = model.eval().to(device)

@@ -195,4 +195,6 @@ def _flipped(cache: KVCache, context: Context, choose: Callable[[list[bool]], in
     bits[at] = number ^ (1 << (high - 1 - choose(zero)))
     kept = list(cache.keys if kind == 0 else cache.values)
     kept[layer] = spoiled
-    return dataclasses.replace(cache, **{("keys", "values")[kind]: tuple(kept)})
+    if kind == 0:
+        return dataclasses.replace(cache, keys=tuple(kept))
+    return dataclasses.replace(cache, values=tuple(kept))

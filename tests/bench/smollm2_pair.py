@@ -110,7 +110,7 @@ def main(
         windows=plan.windows,
     )
     for text in texts.values():
-        refuse_overlap(corpus, text)
+        refuse_overlap(corpus.document_digests, text)
     found = dict(measured(plan, source, target, corpus, texts))
     (print_json if as_json else print_table)(found, sorted(texts))
 
@@ -176,7 +176,7 @@ def collect_both(
         sides = zip(caches, (source.identity.rope, target.identity.rope), strict=True)
         pair = [content(take(cache, rows), rope, length=len(ids)) for cache, rope in sides]
         for moments in sums.values():
-            moments.add_window(*pair)
+            moments.add_window(pair[0], pair[1])
     return sums
 
 

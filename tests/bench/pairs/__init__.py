@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mappers import demo
 from mappers.models import LoadedModel, ModelSpec, load_model
-from pairs.smollm2 import MADE, made
+from tests.bench.pairs.smollm2 import MADE, made
 
 EMBEDDED = Path(demo.__file__).parent
 

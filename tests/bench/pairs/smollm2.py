@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mappers.models import LoadedModel, ModelSpec, drop_layers, load_model
-from pairs.fine_tune import fine_tune
+from tests.bench.pairs.fine_tune import fine_tune
 
 DROPPED = tuple(range(10, 18))
 GROUP = 32
@@ -49,7 +49,7 @@ def from_package() -> LoadedModel:
 
 def round_to_int4(model: PreTrainedModel, _: PreTrainedTokenizerBase | None = None) -> None:
     """Round the decoder's linear layers in place: one scale for 32 inputs of an output channel."""
-    head: object = model.get_output_embeddings()
+    head = getattr(model, "lm_head", None)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module is not head:
             with torch.no_grad():
@@ -58,9 +58,10 @@ def round_to_int4(model: PreTrainedModel, _: PreTrainedTokenizerBase | None = No
 
 def int4_groups(weight: Tensor) -> Tensor:
     """``weight`` [outputs, inputs] in whole multiples, -7 to 7, of each group's largest / 7."""
-    groups = weight.unflatten(1, (-1, GROUP))
+    groups = weight.reshape(len(weight), -1, GROUP)
     scale = groups.abs().amax(2, keepdim=True).clamp_min(1e-12) / LARGEST_INT4
-    return ((groups / scale).round() * scale).flatten(1)
+    rounded: Tensor = (groups / scale).round() * scale
+    return rounded.flatten(1)
 
 
 def _unmarked(model: PreTrainedModel) -> PreTrainedModel:
@@ -68,9 +69,10 @@ def _unmarked(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain = type(model)(config)
+    plain: PreTrainedModel = type(model)(config)
     plain.load_state_dict(model.state_dict())
-    return plain.train(False)
+    plain.train(False)
+    return plain
 
 
 def _unchanged(model: PreTrainedModel, _: PreTrainedTokenizerBase) -> None:

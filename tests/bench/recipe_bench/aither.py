@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from mappers.cache import KVCache
 from mappers.corpus import Corpus
 from mappers.models import LoadedModel
-from recipe_bench.reading import Document
+from tests.bench.recipe_bench.fitted import Fitted
+from tests.bench.recipe_bench.reading import Document
 
 VERSION = "2.4.1"
 WORKER = Path(__file__).with_name("aither_worker.py")
@@ -32,7 +33,14 @@ class Aither:
         self.package = _installed(work / f"aither-kvcache-{VERSION}")
         self.folder, self.models, self.k = work / "aither" / name, folders, k
 
-    def fit(self, target: LoadedModel, corpus: Corpus) -> dict[str, Any]:
+    @contextmanager
+    def fitted(self, target: LoadedModel, corpus: Corpus) -> Iterator[Fitted]:
+        """Its translation, as long as the context lasts, and its costs."""
+        costs = self._fit(target, corpus)
+        with self._translating() as exchange:
+            yield Fitted(exchange.translate, **costs)
+
+    def _fit(self, target: LoadedModel, corpus: Corpus) -> dict[str, Any]:
         """Its costs: CPU seconds of capture and fit, FLOPs a token, bytes."""
         done = self.folder / f"k={self.k}.json"
         if not done.exists():
@@ -45,8 +53,7 @@ class Aither:
         return found
 
     @contextmanager
-    def translating(self) -> Iterator["Exchange"]:
-        """Its translation, as long as the context lasts."""
+    def _translating(self) -> Iterator["Exchange"]:
         process = subprocess.Popen(
             self._command("translate"),
             env=self._environment(),

@@ -8,112 +8,137 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
 from mappers.corpus import Corpus
 from mappers.fit import make_mapper
-from mappers.geometry import Geometry, Structure
+from mappers.geometry import Geometry
 from mappers.mapper import AffineMap, HeadReads, LayerMap, Mapper
-from mappers.models import LoadedModel, ModelSpec
+from mappers.models import ModelSpec
 from mappers.moments import Moments, PairMoments
 from mappers.plan import FitPlan
 from mappers.prefixes import ExactPrefixes
-from mappers.recipes import RECIPES, flops_per_token
+from mappers.recipes import RECIPES
 from mappers.recipes.full_head import FULL_HEAD
 from mappers.recipes.head_local import HEAD_LOCAL
 from mappers.recipes.systems import cut, solved
 from mappers.second_pass import WeightedSums, collect_weighted
 from mappers.selection import select
-from recipe_bench.sums import PairSums
+from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
+from tests.bench.recipe_bench.measure import FEW, OURS, PUBLISHED, Reading
+from tests.bench.recipe_bench.sums import PairSums, Part, with_sink
 
 RIDGE = 1e-4
 OLS = 1e-10
 """No ridge, but for what rounding needs."""
 PAPER_LAMBDA = 0.01
+LAGS = 1
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A mapper with its costs; ``fit_seconds`` are CPU seconds from text to weights."""
+class Group(StrEnum):
+    """Why a candidate is there."""
 
-    mapper: Mapper
-    fit_seconds: float
+    DEFAULT = "default"
+    """What ``kvt fit --budget`` gives."""
+    OURS = "ours"
+    """At the costs of the published recipes."""
+    PUBLISHED = "published"
+    CURVE = "curve"
+    """Over k."""
+    OPTION = "option"
+    """One option of a fit changed."""
+    CONTROL = "control"
+    REJECTED = "rejected"
+    """Ideas that are not in the product because they won nowhere."""
+    GROWTH = "growth"
+    """Over the number of calibration documents."""
 
-    @property
-    def flops_per_token(self) -> int:
-        return flops_per_token(self.mapper)
 
-    @property
-    def nbytes(self) -> int:
-        return self.mapper.nbytes
-
-
-@dataclass(frozen=True)
-class Models:
-    source: LoadedModel
-    target: LoadedModel
-
-    def mapper(self, recipe: str, layers: Sequence[LayerMap], *, skipped: int) -> Mapper:
-        """Without a table of prefixes: the benchmark puts first tokens in place itself."""
-        sides = (self.source.identity, self.target.identity)
-        return Mapper(*sides, recipe, tuple(layers), ExactPrefixes(), skipped)
-
+READINGS: dict[Group, tuple[Reading, ...]] = dict.fromkeys(Group, FEW)
+READINGS |= {Group.DEFAULT: OURS, Group.OURS: OURS, Group.PUBLISHED: PUBLISHED}
 
 Fit = Callable[[Models, PairSums], Fitted]
 
 
-def candidates(geometry: Geometry) -> dict[str, Fit]:
-    """By name, those of one structure side by side, since their sums are large."""
-    source_layers = geometry.source_layers
-    ks = [k for k in (4, 8) if k <= source_layers]
-    sweep = sorted({k for k in (1, 2, 4, 8, 12, 16) if k <= source_layers} | {source_layers})
-    found: dict[str, Fit] = {}
+@dataclass(frozen=True)
+class Candidate:
+    """``needs`` are the sums that ``fit`` reads."""
+
+    name: str
+    group: Group
+    fit: Fit
+    needs: frozenset[Part] = frozenset()
+
+
+def candidates(geometry: Geometry) -> Iterator[Candidate]:
+    """All but controls and rejected ones; those that need the same sums follow one another."""
+    layers = geometry.source_layers
+    ks = [k for k in (4, 8) if k <= layers]
+    sweep = sorted({k for k in (1, 2, 4, 8, 12, 16) if k <= layers} | {layers})
     for recipe in ("full_head", "head_local"):
         for k in sweep:
-            found[f"{recipe} k={k}"] = partial(_ours, recipe=recipe, k=k)
+            yield ours(recipe, k, group=Group.OURS if k in ks else Group.CURVE)
         for k in ks:
-            found |= _optional(recipe, k)
-    for k in (2, 4, 8, 16, 32):
-        if k <= 2 * source_layers * geometry.source_heads:
-            found[f"top_heads k={k}"] = partial(_ours, recipe="top_heads", k=k)
-        if k in ks:
-            found |= _optional("top_heads", k)
+            yield from _optional(recipe, k)
+    for m in _head_counts(geometry, ks):
+        for lags in range(LAGS + 1):
+            yield ours("top_heads", m, lags=lags, share="head")
+            yield ours("top_heads", m, lags=lags, share="layer")
+    for m in (1, 2, 4 * layers * geometry.source_heads):
+        yield ours("top_heads", m, lags=1, share="layer", group=Group.CURVE)
     for k in ks:
-        found[f"paper k={k}, X'X + 0.01"] = partial(_paper, k=k, per_row=False)
-        found[f"paper k={k}, X'X/N + 0.01"] = partial(_paper, k=k, per_row=True)
+        yield from _optional("top_heads", k * geometry.source_heads)
     for k in ks:
-        found[f"CacheBridge k={k}"] = partial(_cache_bridge, k=k)
-    return found
+        for per_row in (False, True):
+            name = f"paper k={k}, X'X{'/N' if per_row else ''} + 0.01"
+            needs = with_sink("all_heads") | with_sink("per_head")
+            fit = partial(_paper, k=k, per_row=per_row)
+            yield Candidate(name, Group.PUBLISHED, fit, needs)
+    for k in ks:
+        fit = partial(_cache_bridge, k=k)
+        yield Candidate(f"CacheBridge k={k}", Group.PUBLISHED, fit, with_sink("per_head"))
 
 
-def _optional(recipe: str, k: int) -> dict[str, Fit]:
+def _head_counts(geometry: Geometry, ks: Sequence[int]) -> list[int]:
+    """As many heads as cost what ``head_local`` and ``full_head`` cost at these k."""
+    return sorted({*ks, *(k * geometry.source_heads for k in ks)})
+
+
+def ours(recipe: str, k: int, *, group: Group = Group.OURS, **options: object) -> Candidate:
+    """A fit of the product, named by what its plan says of it."""
+    plan = our_plan(recipe=recipe, k=k, **options)
+    return Candidate(name_of(plan), group, partial(_fit_ours, plan=plan), needs_of(plan))
+
+
+def name_of(plan: FitPlan) -> str:
+    """The recipe, k and whatever else is not as in every plan."""
+    return ", ".join([f"{plan.recipe} k={plan.k}", *_said(plan)])
+
+
+def _said(plan: FitPlan) -> Iterator[str]:
+    if plan.recipe == "top_heads":
+        yield f"lag {plan.lags}"
+        yield f"choice a {plan.share}"
+    texts = {
+        "greedy": plan.selection == "greedy",
+        "weighted": plan.row_weights == "attention",
+        "no key norm": not plan.key_norm,
+    }
+    yield from (text for text, applies in texts.items() if applies)
+
+
+def _optional(recipe: str, k: int) -> Iterator[Candidate]:
     """The options of a fit, each alone, as far as they change anything for this recipe."""
-    options: dict[str, dict[str, object]] = {
-        "greedy": {"selection": "greedy"},
-        "uneven": {"uneven": True},
-        "weighted": {"row_weights": "attention"},
-        "no key norm": {"key_norm": False},
-    }
-    if recipe == "top_heads":  # whose selection is greedy anyway
-        del options["greedy"]
-    if recipe == "full_head":  # whose weighted sums are as large as there are heads
-        del options["weighted"]
-    return {
-        f"{recipe} k={k}, {label}": partial(_ours, recipe=recipe, k=k, **given)
-        for label, given in options.items()
-    }
-
-
-def _ours(models: Models, sums: PairSums, **options: object) -> Fitted:
-    plan = our_plan(**options)
-    structure = RECIPES[plan.recipe].structure
-    moments = _moments(sums, structure, skip_positions=plan.skip_positions)
-    began = time.process_time()
-    mapper = fit_plan(models, sums.corpus, moments, plan)
-    return Fitted(mapper, time.process_time() - began + sums.collecting_seconds(structure))
+    options: list[dict[str, object]] = [{"key_norm": False}]
+    if recipe != "top_heads":  # whose selection is greedy anyway
+        options.append({"selection": "greedy"})
+    if recipe != "full_head":  # whose weighted sums are as large as there are heads
+        options.append({"row_weights": "attention"})
+    return (ours(recipe, k, group=Group.OPTION, **option) for option in options)
 
 
 def our_plan(**options: object) -> FitPlan:
@@ -123,15 +148,42 @@ def our_plan(**options: object) -> FitPlan:
     return FitPlan.model_validate({**unread, **rows, **options})
 
 
+def needs_of(plan: FitPlan) -> frozenset[Part]:
+    """One set of sums, with lags, serves all that choose heads."""
+    structure = RECIPES[plan.recipe].structure
+    return frozenset({Part(structure, lags=LAGS if structure == "joint" else 0)})
+
+
+def _fit_ours(models: Models, sums: PairSums, *, plan: FitPlan) -> Fitted:
+    moments = sums.moments(needs_of(plan))
+    began = time.process_time()
+    mapper = fit_plan(models, sums.corpus, moments, plan)
+    spent = time.process_time() - began
+    return of_mapper(mapper, spent + sums.collecting_seconds(needs_of(plan)))
+
+
 def fit_plan(models: Models, corpus: Corpus, moments: PairMoments, plan: FitPlan) -> Mapper:
     """What ``kvt fit`` makes of the sums."""
-    selection = select(moments, plan.k, plan.ridge, method=plan.selection, uneven=plan.uneven)
+    selection = select(
+        moments,
+        plan.k,
+        plan.ridge,
+        method=plan.selection,
+        share=plan.share,
+        lags=plan.lags if moments.structure == "joint" else None,
+    )
     return make_mapper(plan, models.source, models.target, corpus, moments, selection)
+
+
+def bare_mapper(models: Models, recipe: str, layers: Sequence[LayerMap], *, skipped: int) -> Mapper:
+    """Without a table of prefixes: the benchmark puts first tokens in place itself."""
+    sides = (models.source.identity, models.target.identity)
+    return Mapper(*sides, recipe, tuple(layers), ExactPrefixes(), skipped)
 
 
 def _paper(models: Models, sums: PairSums, *, k: int, per_row: bool) -> Fitted:
     chosen, seconds = _matched_layers(sums, k)
-    moments = _moments(sums, "all_heads", skip_positions=0)
+    moments = sums.moments(with_sink("all_heads"))
     shrinkage = PAPER_LAMBDA * (moments.count if per_row else 1)
     began = time.process_time()
     layers = []
@@ -139,14 +191,14 @@ def _paper(models: Models, sums: PairSums, *, k: int, per_row: bool) -> Fitted:
         own = cut(moments, layer, FULL_HEAD.columns(reads, moments.geometry))
         keys, values = (_one_lambda(part, shrinkage) for part in own)
         layers.append(LayerMap(reads, keys, values))
-    seconds += time.process_time() - began + sums.collecting_seconds("all_heads")
-    return Fitted(models.mapper("full_head", layers, skipped=0), seconds)
+    seconds += time.process_time() - began + sums.collecting_seconds(with_sink("all_heads"))
+    return of_mapper(bare_mapper(models, "full_head", layers, skipped=0), seconds)
 
 
 def _cache_bridge(models: Models, sums: PairSums, *, k: int) -> Fitted:
     """Its lambda is not published: ours, but one for all layers that are read."""
     chosen, seconds = _matched_layers(sums, k)
-    moments = _moments(sums, "per_head", skip_positions=0)
+    moments = sums.moments(with_sink("per_head"))
     began = time.process_time()
     weighted = collect_weighted(
         models.source,
@@ -164,13 +216,13 @@ def _cache_bridge(models: Models, sums: PairSums, *, k: int) -> Fitted:
             for part in weighted.with_plain(layer, plain)
         )
         layers.append(LayerMap(reads, keys, values))
-    seconds += time.process_time() - began + sums.collecting_seconds("per_head")
-    return Fitted(models.mapper("head_local", layers, skipped=0), seconds)
+    seconds += time.process_time() - began + sums.collecting_seconds(with_sink("per_head"))
+    return of_mapper(bare_mapper(models, "head_local", layers, skipped=0), seconds)
 
 
 def _matched_layers(sums: PairSums, k: int) -> tuple[list[tuple[int, ...]], float]:
     """The published choice of layers, and the CPU seconds that it took."""
-    matched = _moments(sums, "per_head", skip_positions=0)
+    matched = sums.moments(with_sink("per_head"))
     began = time.process_time()
     found = [reads for reads in select(matched, k, OLS).reads if not isinstance(reads, HeadReads)]
     return found, time.process_time() - began
@@ -180,15 +232,3 @@ def _one_lambda(sums: Moments, shrinkage: float) -> AffineMap:
     """Ours is relative to the mean of the diagonal."""
     diagonal = sums.gram[0].diagonal()
     return solved(sums, shrinkage / float(diagonal.mean()), block=len(diagonal))
-
-
-_held: dict[tuple[object, ...], PairMoments] = {}
-
-
-def _moments(sums: PairSums, structure: Structure, *, skip_positions: int) -> PairMoments:
-    """The sums last asked for are held: candidates come in the order of their structure."""
-    key = (sums.folder, structure, skip_positions)
-    if key not in _held:
-        _held.clear()
-        _held[key] = sums.moments(structure, skip_positions=skip_positions)
-    return _held[key]

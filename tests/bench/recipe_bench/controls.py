@@ -18,36 +18,42 @@ from mappers.mapper import AffineMap, LayerMap
 from mappers.moments import Moments, PairMoments
 from mappers.recipes import RECIPES, fit_layer
 from mappers.selection import select
-from recipe_bench.candidates import RIDGE, Fit, Fitted, Models
-from recipe_bench.sums import SEEDS, PairSums
+from tests.bench.recipe_bench.candidates import RIDGE, Candidate, Fit, Group, bare_mapper
+from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
+from tests.bench.recipe_bench.sums import SEEDS, PairSums, Part
 
 READ = 4
+MATCHED = frozenset({Part("per_head")})
 
 
-def controls(geometry: Geometry) -> dict[str, Fit]:
-    """By name; what a seed decides comes once for each."""
-    found: dict[str, Fit] = {}
+def controls(geometry: Geometry) -> Iterator[Candidate]:
+    """What a seed decides comes once for each."""
     source = (geometry.source_heads, geometry.source_dim)
     if source == (geometry.target_heads, geometry.target_dim):
-        found["control: identity"] = _identity
-    found["control: mean KV"] = _mean
+        yield _control("identity", _identity, frozenset())
+    yield _control("mean KV", _mean, MATCHED)
     for seed in SEEDS:
-        found[f"control: shuffled pairs, seed {seed}"] = partial(_shuffled, seed=seed)
-        found[f"control: random map, seed {seed}"] = partial(_random, seed=seed)
-    return found
+        shuffled = frozenset({Part("per_head", f"shuffled-{seed}")})
+        fit = partial(_shuffled, parts=shuffled)
+        yield _control(f"shuffled pairs, seed {seed}", fit, shuffled)
+        yield _control(f"random map, seed {seed}", partial(_random, seed=seed), MATCHED)
+
+
+def _control(name: str, fit: Fit, needs: frozenset[Part]) -> Candidate:
+    return Candidate(f"control: {name}", Group.CONTROL, fit, needs)
 
 
 def _identity(models: Models, _: PairSums) -> Fitted:
-    g = Geometry.of(models.source.identity, models.target.identity)
+    g = models.geometry
     weight = torch.eye(g.source_dim).repeat(1, g.target_heads)
     same = AffineMap(weight, torch.zeros(g.target_width))
     step = (g.source_layers - 1) / max(1, g.target_layers - 1)
     layers = [LayerMap((round(n * step),), same, same) for n in range(g.target_layers)]
-    return Fitted(models.mapper("head_local", layers, skipped=0), 0.0)
+    return of_mapper(bare_mapper(models, "head_local", layers, skipped=0), 0.0)
 
 
 def _mean(models: Models, sums: PairSums) -> Fitted:
-    moments = sums.moments("per_head")
+    moments = sums.moments(MATCHED)
     inputs = moments.source_block
 
     def mean(kind: Moments, layer: int) -> AffineMap:
@@ -58,30 +64,30 @@ def _mean(models: Models, sums: PairSums) -> Fitted:
         LayerMap((0,), mean(moments.keys, n), mean(moments.values, n))
         for n in range(moments.geometry.target_layers)
     ]
-    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+    return of_mapper(bare_mapper(models, "head_local", layers, skipped=4), 0.0)
 
 
-def _shuffled(models: Models, sums: PairSums, *, seed: int) -> Fitted:
-    moments = sums.shuffled(seed)
+def _shuffled(models: Models, sums: PairSums, *, parts: frozenset[Part]) -> Fitted:
+    moments = sums.moments(parts)
     chosen = select(moments, _read(moments), RIDGE).reads
     recipe = RECIPES["head_local"]
     layers = [fit_layer(recipe, moments, n, s, RIDGE) for n, s in enumerate(chosen)]
-    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+    return of_mapper(bare_mapper(models, "head_local", layers, skipped=4), 0.0)
 
 
 def _random(models: Models, sums: PairSums, *, seed: int) -> Fitted:
-    moments = sums.moments("per_head")
+    moments = sums.moments(MATCHED)
     generator = torch.Generator().manual_seed(seed)
     layers = []
     for layer in range(moments.geometry.target_layers):
         order = torch.randperm(moments.geometry.source_layers, generator=generator)
         sources = tuple(sorted(order[: _read(moments)].tolist()))
-        maps = [
+        keys, values = (
             _random_map(moments, kind, layer, sources, generator)
             for kind in (moments.keys, moments.values)
-        ]
-        layers.append(LayerMap(sources, *maps))
-    return Fitted(models.mapper("head_local", layers, skipped=4), 0.0)
+        )
+        layers.append(LayerMap(sources, keys, values))
+    return of_mapper(bare_mapper(models, "head_local", layers, skipped=4), 0.0)
 
 
 def _random_map(

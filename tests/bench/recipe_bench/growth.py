@@ -7,44 +7,73 @@ Each window is the first of its document, and every fourth row is fitted, as the
 import time
 from collections.abc import Iterator
 
-from mappers.collect import aligned, content, sampled_positions, take
+from mappers.collect import aligned, content, lagged, sampled_positions
 from mappers.corpus import Corpus
 from mappers.geometry import Geometry
 from mappers.moments import PairMoments
+from mappers.plan import FitPlan
 from mappers.progress import steps
-from mappers.recipes import RECIPES
-from recipe_bench.candidates import Fitted, Models, fit_plan, our_plan
-from recipe_bench.sums import SKIPPED
+from tests.bench.recipe_bench.candidates import fit_plan, name_of, needs_of, our_plan
+from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
+from tests.bench.recipe_bench.sums import SKIPPED, Part
 
 COUNTS = (10, 20, 50, 100, 200, 500)
 STRIDE = 4
-GROWING = (("full_head", 4), ("head_local", 4))
+READ = 4
 
 
-def names(layers: int) -> list[str]:
+def plans(geometry: Geometry) -> list[FitPlan]:
+    """What is fitted again and again, all at the cost of full_head."""
+    layers = min(READ, geometry.source_layers)
+    heads = layers * geometry.source_heads
+    return [our_plan(recipe="full_head", k=layers), our_plan(recipe="top_heads", k=heads)]
+
+
+def names(geometry: Geometry) -> list[str]:
     """Of all candidates, in the order in which ``grown`` gives them."""
-    return [name(recipe, min(k, layers), count) for count in COUNTS for recipe, k in GROWING]
+    return [_name(plan, count) for count in COUNTS for plan in plans(geometry)]
 
 
-def name(recipe: str, k: int, count: int) -> str:
-    return f"{recipe} k={k}, {count} documents"
-
-
-def grown(models: Models, corpus: Corpus) -> Iterator[tuple[str, Fitted]]:
+def grown(models: Models, corpus: Corpus, *, progress: bool = True) -> Iterator[tuple[str, Fitted]]:
     """A mapper of each candidate at each count that the corpus reaches."""
-    source, target = models.source, models.target
-    geometry = Geometry.of(source.identity, target.identity)
-    sums = {r: PairMoments(geometry, RECIPES[r].structure) for r, _ in GROWING}
+    geometry = models.geometry
+    sums = {
+        part: PairMoments(geometry, part.structure, part.lags)
+        for plan in plans(geometry)
+        for part in needs_of(plan)
+    }
+    seconds = dict.fromkeys(sums, 0.0)
+    for number in steps(range(len(corpus.windows)), "collecting", show=progress):
+        for part, spent in _add(models, corpus, number, sums):
+            seconds[part] += spent
+        if number + 1 in COUNTS:
+            for plan in plans(geometry):
+                began = time.process_time()
+                (part,) = needs_of(plan)
+                mapper = fit_plan(models, corpus, sums[part], plan)
+                spent = time.process_time() - began + seconds[part]
+                yield _name(plan, number + 1), of_mapper(mapper, spent)
+
+
+def _name(plan: FitPlan, count: int) -> str:
+    return f"{name_of(plan)}, {count} documents"
+
+
+def _add(
+    models: Models, corpus: Corpus, number: int, sums: dict[Part, PairMoments]
+) -> Iterator[tuple[Part, float]]:
+    """Add one window to all sums: CPU seconds of each, both models' pass included."""
     began = time.process_time()
-    for index in steps(range(len(corpus.windows)), "collecting", show=True):
-        ids = corpus.windows[index]
-        rows = sampled_positions(len(ids), index, stride=STRIDE, skip_positions=SKIPPED)
-        sides = zip(aligned(source, target, ids), (source, target), strict=True)
-        pair = [content(take(c, rows), side.identity.rope, length=len(ids)) for c, side in sides]
-        for moments in sums.values():
-            moments.add_window(pair[0], pair[1])
-        if index + 1 in COUNTS:
-            for recipe, wanted in GROWING:
-                k = min(wanted, geometry.source_layers)
-                mapper = fit_plan(models, corpus, sums[recipe], our_plan(recipe=recipe, k=k))
-                yield name(recipe, k, index + 1), Fitted(mapper, time.process_time() - began)
+    ids = corpus.windows[number]
+    rows = sampled_positions(len(ids), number, stride=STRIDE, skip_positions=SKIPPED)
+    sides = (models.source, models.target)
+    source, target = (
+        content(cache, side.identity.rope, length=len(ids))
+        for cache, side in zip(aligned(*sides, ids), sides, strict=True)
+    )
+    reading = time.process_time() - began
+    for part, moments in sums.items():
+        began = time.process_time()
+        own, *earlier = lagged(source, rows, part.lags)
+        moments.add_window(own, target.take(rows), earlier)
+        yield part, reading + time.process_time() - began

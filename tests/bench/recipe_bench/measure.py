@@ -1,6 +1,6 @@
 """One candidate over all documents of a pair: what is kept of it is rows of evidence."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,7 +9,8 @@ from mappers.cache import KVCache
 from mappers.evidence_rows import Arm, EvidenceRow
 from mappers.models import LoadedModel
 from mappers.progress import steps
-from recipe_bench.reading import TAILS, Document, Readings, load, tail_logits
+from tests.bench.recipe_bench.fitted import Translate
+from tests.bench.recipe_bench.reading import Document, Readings, load, tail_logits
 
 BATCH = 4
 
@@ -21,10 +22,17 @@ class Reading(NamedTuple):
     known: bool
 
 
-ALL = (*(Reading(tail, True) for tail in TAILS), Reading(1, False), Reading(32, False))
+OURS = tuple(Reading(tail, True) for tail in (1, 32, 64, 128))
+PUBLISHED = (Reading(1, False), Reading(32, False), Reading(1, True), Reading(32, True))
+"""As published, with the first token mapped; and at equal native tokens, with it exact."""
 FEW = (Reading(1, True), Reading(32, True))
 
-Translate = Callable[[Document], KVCache]
+
+class Batch(NamedTuple):
+    """Documents and the readings that all of them lack."""
+
+    files: tuple[int, ...]
+    readings: tuple[Reading, ...]
 
 
 def measure(
@@ -36,18 +44,34 @@ def measure(
     *,
     label: str = "",
 ) -> Iterator[list[EvidenceRow]]:
-    """Rows of the documents that ``done`` lacks, batch by batch; ``translate`` maps all tokens."""
-    files = readings.missing_in(done)
-    batches = range(0, len(files), BATCH)
-    for start in steps(batches, label, show=True):
-        batch = [load(file) for file in files[start : start + BATCH]]
+    """The rows that ``done`` lacks, batch by batch; ``translate`` maps all tokens."""
+    batches = missing(readings, wanted, done)
+    for number in steps(range(len(batches)), label, show=bool(label)):
+        batch = [load(readings.files[index]) for index in batches[number].files]
         mapped = [translate(document) for document in batch]
         exact = [with_first(c, document.first) for c, document in zip(mapped, batch, strict=True)]
         yield [
             row
-            for one in wanted
+            for one in batches[number].readings
             for row in _rows(target, batch, exact if one.known else mapped, one)
         ]
+
+
+def missing(
+    readings: Readings, wanted: Sequence[Reading], done: Sequence[EvidenceRow]
+) -> list[Batch]:
+    """What is still to be read: documents that lack the same readings go together."""
+    seen = {(row.domain, row.document, row.native_tail, row.prefix_known) for row in done}
+    lacking: dict[tuple[Reading, ...], list[int]] = {}
+    for index, document in enumerate(readings.documents):
+        own = tuple(one for one in wanted if (*document, *one) not in seen)
+        if own:
+            lacking.setdefault(own, []).append(index)
+    return [
+        Batch(tuple(files[start : start + BATCH]), own)
+        for own, files in lacking.items()
+        for start in range(0, len(files), BATCH)
+    ]
 
 
 def with_first(cache: KVCache, first: KVCache) -> KVCache:

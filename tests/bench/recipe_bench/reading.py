@@ -8,7 +8,7 @@ positions, and the rows of all arms that need no mapper.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,13 +67,6 @@ class Readings:
     documents: tuple[tuple[str, str], ...]
     rows: tuple[EvidenceRow, ...]
 
-    def missing_in(self, rows: Iterable[EvidenceRow]) -> list[Path]:
-        """The files of the documents of which there is no row."""
-        seen = {(row.domain, row.document) for row in rows}
-        return [
-            file for file, key in zip(self.files, self.documents, strict=True) if key not in seen
-        ]
-
 
 def read_pair(
     source: LoadedModel, target: LoadedModel, folder: Path, *, documents: int
@@ -99,7 +92,7 @@ def read_pair(
 def evaluation_windows(target: LoadedModel, domain: str, documents: int) -> Corpus:
     """One window of each document; the embedded text first, the standard library's for the rest."""
     whole = PROMPT_TOKENS + CONTINUATION_TOKENS
-    window = {"minimum_tokens": whole, "window_tokens": whole}
+    window = {"sizes": (whole,)}
     first = evaluation(
         read([DOMAINS[domain]]), target.tokenizer, **window, documents_at_most=documents
     )

@@ -1,11 +1,15 @@
 """What was measured of each candidate, on disk and as rows of the table.
 
+Rows are worth something only for what was fitted when they were taken: a result names the code that
+fitted it and the digest of one document's translation. Other code fits anew; where that gives the
+same translation the rows stay, and are dropped where it does not.
+
 Intervals are 95 % percentile intervals over documents; ratios are paired, that is both sides are
 resampled together.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +19,21 @@ import numpy as np
 from mappers.evidence import Evidence
 from mappers.evidence_rows import Arm, EvidenceRow, from_table, to_table
 from mappers.summary import RESAMPLES, Setting, recovered, summarise
-from recipe_bench.reading import PROMPT_TOKENS
+from tests.bench.recipe_bench.reading import PROMPT_TOKENS
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate on one pair: its costs and a row for each document, tail and prefix."""
+    """One candidate on one pair: its costs and a row for each document, tail and prefix.
+
+    code: ``code.fitting``'s digest. translation: ``Fitted.digest``'s.
+    """
 
     pair: str
     recipe: str
+    group: str
+    code: str
+    translation: str
     flops_per_token: int
     nbytes: int
     fit_seconds: float
@@ -31,6 +41,7 @@ class Result:
 
     def save(self, file: Path) -> None:
         facts = {name: value for name, value in vars(self).items() if name != "rows"}
+        file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps({**facts, "rows": to_table(self.rows, EvidenceRow)}))
         partial.rename(file)
@@ -47,6 +58,7 @@ class TableRow(NamedTuple):
 
     pair: str
     recipe: str
+    group: str
     domain: str
     native_tail: int
     first_token: str
@@ -81,6 +93,7 @@ def table_rows(result: Result, shared: Sequence[EvidenceRow]) -> Iterator[TableR
             yield TableRow(
                 result.pair,
                 result.recipe,
+                result.group,
                 setting.domain,
                 setting.native_tail,
                 "exact" if setting.prefix_known else "mapped",
@@ -113,6 +126,7 @@ def shared_rows(pair: str, shared: Sequence[EvidenceRow]) -> Iterator[TableRow]:
             yield TableRow(
                 pair,
                 names[setting.arm],
+                "control",
                 setting.domain,
                 1 if setting.arm is Arm.NO_CONTEXT else setting.native_tail,
                 "none",
@@ -148,8 +162,8 @@ def only_tail(domain: str, tail: int) -> Setting:
     return Setting(domain, PROMPT_TOKENS, arm, tail, False)
 
 
-def ratio(own: dict[str, float], other: dict[str, float], *, seed: int = 0) -> Ratio:
-    """Of the documents that both have; NaN where there are none."""
+def ratio(own: Mapping[str, float], other: Mapping[str, float], *, seed: int = 0) -> Ratio:
+    """Of the documents that both have, which are resampled as pairs; NaN where there are none."""
     names = sorted(own.keys() & other.keys())
     if not names:
         return Ratio(*[float("nan")] * 3)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from mappers.summary import Setting
-from recipe_bench.results import Ratio, Result, TableRow, kls, ratio, translated
+from tests.bench.recipe_bench.candidates import Group
+from tests.bench.recipe_bench.results import Ratio, TableRow
+from tests.bench.recipe_bench.verdict import DOMAINS, Speed, Verdict
 
 console = Console(width=200)
-DOMAINS = ("in_domain", "out_of_domain")
 COLUMNS = (
     ("1, mapped", 1, "mapped"),
     ("32, mapped", 32, "mapped"),
@@ -18,17 +18,43 @@ COLUMNS = (
     ("64", 64, "exact"),
     ("128", 128, "exact"),
 )
-PUBLISHED = ("paper", "CacheBridge", "aither")
 
 
-def print_tables(rows: Sequence[TableRow], results: Sequence[Result]) -> None:
-    """Of each pair: KLs, other measures, and ratios to the tail alone and to published recipes."""
+def print_tables(rows: Sequence[TableRow]) -> None:
+    """Of each pair: KLs, other measures, and ratios to the tail alone."""
     for pair in dict.fromkeys(row.pair for row in rows):
         own = [row for row in rows if row.pair == pair]
         console.print(_kl_table(pair, own))
         console.print(_measures_table(pair, own))
         console.print(_tail_table(pair, own))
-        console.print(_ratio_table(pair, [r for r in results if r.pair == pair]))
+
+
+def print_verdicts(verdicts: Sequence[Verdict], speeds: Sequence[Speed]) -> None:
+    """All promises, one line each, met or missed."""
+    table = Table(title="KL of the defaults over that of others [95 %], the aim at most")
+    for heading in ("pair", "ours", "other", "tail", "first token", "domain"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ratio", "aim", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in verdicts:
+        named = (one.pair, one.ours, one.other, str(one.native_tail), one.first_token)
+        table.add_row(*named, one.domain, _ratio(one.ratio), f"{one.aim:.1f}", _met(one))
+    console.print(table)
+    table = Table(title="CPU seconds of their fit over those of ours, the aim at least")
+    for heading in ("pair", "ours", "other", "ratio", "aim", ""):
+        table.add_column(heading, no_wrap=True)
+    for speed in speeds:
+        sides = (speed.pair, speed.ours, speed.other)
+        table.add_row(*sides, f"{speed.ratio:.2f}", f"{speed.aim:.1f}", _met(speed))
+    console.print(table)
+
+
+def _met(promise: Verdict | Speed) -> str:
+    return "met" if promise.met else "missed"
+
+
+def _ratio(found: Ratio) -> str:
+    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def _kl_table(pair: str, rows: Sequence[TableRow]) -> Table:
@@ -65,22 +91,6 @@ def _measures(row: TableRow) -> list[str]:
     return [interval, f"{100 * row.top1:.0f} % / {recovered}"]
 
 
-def _ratio_table(pair: str, results: Sequence[Result]) -> Table:
-    """Ours against each published recipe, ours being the best at no more FLOPs (in domain, 32)."""
-    title = f"{pair}: KL of our best at no more FLOPs over KL as published [95 %], in / out"
-    table = Table(title=title)
-    for heading in ("published", "ours", "tail 1", "tail 32", "fit seconds, theirs / ours"):
-        table.add_column(heading)
-    for other in results:
-        if other.recipe.startswith(PUBLISHED):
-            own = _best(results, other.flops_per_token)
-            if own is not None:
-                cells = (_ratios(own, other, tail) for tail in (1, 32))
-                speed = f"{other.fit_seconds / own.fit_seconds:.1f}"
-                table.add_row(other.recipe, own.recipe, *cells, speed)
-    return table
-
-
 def _tail_table(pair: str, rows: Sequence[TableRow]) -> Table:
     """Every recipe of ours and others against what the tail does alone, mean over mean."""
     table = Table(title=f"{pair}: KL over that of reading only the tail, in / out")
@@ -106,45 +116,10 @@ def _shares(rows: Sequence[TableRow | None], alone: dict[tuple[str, int], float]
     )
 
 
-def _best(results: Sequence[Result], flops: int) -> Result | None:
-    """Of ours that cost no more; of those not measured on as many documents none."""
-    setting = translated("in_domain", 32, known=True)
-    able = [
-        result
-        for result in results
-        if not result.recipe.startswith((*PUBLISHED, "control"))
-        and "documents" not in result.recipe
-        and result.flops_per_token <= flops
-        and kls(result.rows, setting)
-    ]
-    return min(able, key=lambda result: _mean(result, setting), default=None)
-
-
-def _mean(result: Result, setting: Setting) -> float:
-    found = kls(result.rows, setting)
-    return sum(found.values()) / len(found)
-
-
-def _ratios(own: Result, other: Result, tail: int) -> str:
-    """Ours with its first token exact, theirs as published, with it mapped."""
-    found = [
-        ratio(
-            kls(own.rows, translated(domain, tail, known=True)),
-            kls(other.rows, translated(domain, tail, known=False)),
-        )
-        for domain in DOMAINS
-    ]
-    return " / ".join(_ratio(one) for one in found)
-
-
-def _ratio(found: Ratio) -> str:
-    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
 def _by_recipe(rows: Sequence[TableRow]) -> dict[str, list[TableRow]]:
     found: dict[str, list[TableRow]] = {}
     for row in rows:
-        if "documents" not in row.recipe:
+        if row.group != Group.GROWTH:
             found.setdefault(row.recipe, []).append(row)
     return found
 
