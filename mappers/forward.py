@@ -26,16 +26,27 @@ class Path(NamedTuple):
     gains: Tensor
 
 
+class Penalised(NamedTuple):
+    """A Gram matrix as a view ``[N, D, N, D]``, and what its blocks' diagonals count more, ``[N]``.
+
+    Apart, because with the penalty in it the matrix would be in memory twice.
+    """
+
+    gram: Tensor
+    added: Tensor
+
+
 class System:
     """One regression during a selection; several that share their choice are chosen for together.
 
-    gram: ``penalised``, ``[N, D, N, D]``. cross: ``[N * D, O]``, with outputs in a unit in which
-    their errors can be added up.
+    cross: ``[N * D, O]``, with outputs in a unit in which their errors can be added up.
     """
 
-    def __init__(self, gram: Tensor, cross: Tensor) -> None:
-        self.gram, every = gram, torch.arange(gram.shape[0])
-        self.left = gram[every, :, every].clone()
+    def __init__(self, penalised: Penalised, cross: Tensor) -> None:
+        self.gram, self.added = penalised
+        every = torch.arange(self.gram.shape[0])
+        self.left = self.gram[every, :, every].clone()
+        self.left.diagonal(dim1=1, dim2=2).add_(self.added[:, None])
         self.wanted = cross.reshape(*gram.shape[:2], -1).clone()
         self.basis: list[Tensor] = []
         self.factor, self.white = self.left, self.wanted
@@ -52,6 +63,7 @@ class System:
         """Project the other blocks and the outputs off a block; after ``gains``."""
         size = self.gram.shape[1]
         rows = self.gram[block].flatten(1).clone()
+        rows[:, block * size : (block + 1) * size].diagonal().add_(self.added[block])
         for taken in self.basis:
             rows.addmm_(taken[:, block].T, taken.flatten(1), alpha=-1)
         rows = torch.linalg.solve_triangular(self.factor[block], rows, upper=False)
@@ -84,7 +96,8 @@ def forward(systems: Sequence[System], m: int) -> Path:
 
 
 def spread(gains: Sequence[Tensor], steps: int) -> list[int]:
-    """How many steps of each path to go, ``steps`` in all and at least one of each.
+    """How many steps of each path to go, at least one of each and ``steps`` in all, or fewer where
+    no further one gains anything.
 
     The steps go, one at a time, where the next one gains the most.
     """
@@ -92,7 +105,7 @@ def spread(gains: Sequence[Tensor], steps: int) -> list[int]:
     ahead = [(-float(path[1]), index) for index, path in enumerate(gains) if len(path) > 1]
     heapq.heapify(ahead)
     for _ in range(steps - len(counts)):
-        if not ahead:
+        if not ahead or ahead[0][0] >= 0:
             break
         _, index = heapq.heappop(ahead)
         counts[index] += 1
@@ -101,12 +114,8 @@ def spread(gains: Sequence[Tensor], steps: int) -> list[int]:
     return counts
 
 
-def penalised(gram: Tensor, block: int, ridge: float) -> Tensor:
-    """``gram`` with each block's penalty on its diagonal, ``[N, D, N, D]``.
-
-    The penalty is ``ridge`` times the mean of the block's own diagonal.
-    """
-    added = gram.clone()
+def penalised(gram: Tensor, block: int, ridge: float) -> Penalised:
+    """``gram [N * D, N * D]`` with a penalty for each block of D inputs: ``ridge`` times the mean
+    of the block's own diagonal."""
     means = gram.diagonal().view(-1, block).mean(1)
-    added.diagonal().add_((ridge * means).repeat_interleave(block))
-    return added.view(-1, block, gram.shape[0] // block, block)
+    return Penalised(gram.view(-1, block, gram.shape[0] // block, block), ridge * means)
