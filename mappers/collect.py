@@ -21,6 +21,7 @@ from mappers.models import LoadedModel as LoadedModel
 from mappers.models import ModelSpec as ModelSpec
 from mappers.models import load_model as load_model
 from mappers.moments import PairMoments
+from mappers.parts import Part
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.rope import Rope, RotaryTable
@@ -47,13 +48,15 @@ def collect(
     stride: int = 4,
     skip_positions: int = 4,
     profile: ProfileBuilder | None = None,
+    part: Part | None = None,
     checkpoints: Checkpoints | None = None,
     progress: bool = True,
 ) -> PairMoments:
     """Add the corpus's windows to ``moments``, or to those of an earlier, stopped pass.
 
     Of each window the positions ``skip_positions + offset, + stride, ...`` are taken, the offset
-    rotating from window to window. ``profile`` sees every source cache, whole. Returns the moments.
+    rotating from window to window. ``profile`` sees every source cache, whole; ``part`` says which
+    layers the moments are of, all if None. Returns the moments.
     Raises UnsupportedModel when the tokenizers differ, CorpusError when the checkpoint is another
     plan's or another text's.
     """
@@ -68,6 +71,8 @@ def collect(
             pair = aligned(source, target, ids)
             if profile is not None:
                 profile.add(ids, pair[0])
+            if part is not None:
+                pair = part.caches(*pair)
             own, *before = (
                 content(cache, source.identity.rope, length=len(ids))
                 for cache in lagged(pair[0], rows, moments.lags)

@@ -7,6 +7,7 @@
     |-- IdentityMismatch    a cache of another model than the one that the artifact knows
     |-- LayoutError         tensors that do not have the declared layout or geometry
     |-- TooFewData          not enough rows for what was asked of them
+    |-- TooLittleMemory     sums that cannot be held in the memory that was allowed
     |-- SingularSystem      rows that do not determine a map, however many they are
     |-- NonFinite           a NaN or an infinity among numbers
     |-- CorpusError         text that cannot be calibrated on
@@ -57,6 +58,16 @@ class TooFewData(KVTranslatorError):
     """Not enough rows; the message says how many there are and how many are needed."""
 
     code = "too_few_data"
+
+
+class TooLittleMemory(KVTranslatorError):
+    """Sums larger than the memory allowed for them, however they are cut."""
+
+    code = "too_little_memory"
+
+    def __init__(self, what: str, needed_bytes: int, given_bytes: int) -> None:
+        super().__init__(f"{what} take {needed_bytes:,} bytes, of {given_bytes:,} that may be used")
+        self.needed_bytes, self.given_bytes = needed_bytes, given_bytes
 
 
 class SingularSystem(KVTranslatorError):
