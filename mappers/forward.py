@@ -47,7 +47,7 @@ class System:
         every = torch.arange(self.gram.shape[0])
         self.left = self.gram[every, :, every].clone()
         self.left.diagonal(dim1=1, dim2=2).add_(self.added[:, None])
-        self.wanted = cross.reshape(*gram.shape[:2], -1).clone()
+        self.wanted = cross.reshape(*self.left.shape[:2], -1).clone()
         self.basis: list[Tensor] = []
         self.factor, self.white = self.left, self.wanted
 
