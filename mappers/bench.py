@@ -49,7 +49,7 @@ class Bench:
     native_tails: tuple[int, ...]
     depth: Depth
 
-    def read(self, ids: Tensor) -> Reading:
-        """One document through both models and the translator."""
+    def read(self, ids: Tensor, lengths: tuple[int, ...]) -> Reading:
+        """One document through both models and the translator, for prompts of these lengths."""
         models = (self.source, self.target, self.translator, self.prefixes)
-        return read_document(*models, ids, self.lengths)
+        return read_document(*models, ids, lengths)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mappers.errors import ArtifactError
+from mappers.identity import shown
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
@@ -36,9 +37,11 @@ def read_checkpoint(path: Path, schema: str) -> tuple[dict[str, Tensor], dict[st
             facts = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
-        raise ArtifactError("this checkpoint is damaged: it cannot be read") from error
-    if facts.get("schema") != schema:
-        raise ArtifactError(f"this checkpoint's schema is not {schema}")
+        raise ArtifactError(
+            f"this checkpoint is damaged: expected safetensors, {schema}"
+        ) from error
+    if (found := facts.get("schema")) != schema:
+        raise ArtifactError(f"this checkpoint's schema is {shown(found)}, expected {schema}")
     return tensors, facts
 
 

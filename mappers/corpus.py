@@ -9,7 +9,7 @@ the sample and reruns agree.
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -26,7 +26,7 @@ MINIMUM_WINDOW_TOKENS = 64
 
 
 class Document(NamedTuple):
-    """One text; pieces of one longer text share its ``name``."""
+    """One text; pieces of one longer text share its ``name``, by which they are told."""
 
     name: str
     text: str
@@ -39,11 +39,16 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Windows of token ids, each int64 [T] on the CPU, and the documents that they came from."""
+    """Windows of token ids, each int64 [T] on the CPU, and the documents that they came from.
+
+    ``document_digests`` are short: the first 16 hex digits. ``chosen`` says for each window of an
+    evaluation which of the wanted sizes it was chosen for; empty: for all that it has.
+    """
 
     windows: tuple[Tensor, ...]
     names: tuple[str, ...]
     document_digests: frozenset[str]
+    chosen: tuple[frozenset[int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -58,11 +63,19 @@ class Corpus:
             running.update(window.numpy().astype("<i8").tobytes())
         return f"sha256:{running.hexdigest()}"
 
+    def stands_for(self, window: int, size: int) -> bool:
+        """Whether the first ``size`` tokens of a window are one of the samples of that size."""
+        if self.chosen:
+            return size in self.chosen[window]
+        return len(self.windows[window]) >= size
+
 
 def read(paths: Sequence[Path]) -> Iterator[Document]:
     """Documents of files and folders: one a text file, one a line of ``.jsonl`` (field ``text``).
 
-    Raises CorpusError for a path that does not exist or a line without a text.
+    Lines with the same ``name`` (and ``source``, if they have one) are pieces of one document. A
+    line without a name is a document of its own, whatever its ``source``. Raises CorpusError for a
+    path that does not exist or a line without a text.
     """
     for path in paths:
         if not path.exists():
@@ -99,7 +112,7 @@ def calibration(
     return Corpus(
         windows=tuple(ids for _, ids in taken),
         names=tuple(chosen[digest].name for digest, _ in taken),
-        document_digests=frozenset(digest for digest, _ in taken),
+        document_digests=frozenset(_short(digest) for digest, _ in taken),
     )
 
 
@@ -107,35 +120,36 @@ def evaluation(
     documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    minimum_tokens: int,
-    window_tokens: int,
+    sizes: Sequence[int],
     documents_at_most: int,
 ) -> Corpus:
-    """The first window of each document that has ``minimum_tokens``, longest first.
+    """For each size in tokens, the beginnings of at most so many documents that have as much.
 
-    Of several pieces with one name only the longest is taken: the rows of the evidence must be
-    independent draws. Raises CorpusError when no document is long enough.
+    Of the documents that are long enough for a size those with the smallest digests stand for it:
+    none is preferred for being longer. Of several pieces with one name only one is taken, the rows
+    of the evidence must be independent draws. A window is as long as the largest size that it was
+    chosen for; the longest come first. Raises CorpusError when no document is long enough.
     """
-    named: dict[str, tuple[str, Tensor]] = {}
-    for digest, document in _sample(documents, None).items():
-        for ids in _windows(document, tokenizer, window_tokens)[:1]:
-            shorter = document.name not in named or len(named[document.name][1]) < len(ids)
-            if shorter and len(ids) >= minimum_tokens:
-                named[document.name] = (digest, ids)
-    ordered = sorted(named.items(), key=lambda entry: (-len(entry[1][1]), entry[1][0]))
-    taken = ordered[:documents_at_most]
-    if not taken:
-        raise CorpusError(f"the evaluation text holds no document of {minimum_tokens} tokens")
+    found = _long_enough(documents, tokenizer, sizes)
+    chosen: dict[str, set[int]] = {}
+    for size in sizes:
+        fitting = [digest for digest, (_, ids) in found.items() if len(ids) >= size]
+        for digest in fitting[:documents_at_most]:
+            chosen.setdefault(digest, set()).add(size)
+    ordered = sorted(chosen, key=lambda digest: (-max(chosen[digest]), digest))
+    if not ordered:
+        raise CorpusError(f"the evaluation text holds no document of {min(sizes)} tokens")
     return Corpus(
-        windows=tuple(ids for _, (_, ids) in taken),
-        names=tuple(name for name, _ in taken),
-        document_digests=frozenset(digest for _, (digest, _) in taken),
+        windows=tuple(found[digest][1][: max(chosen[digest])] for digest in ordered),
+        names=tuple(found[digest][0] for digest in ordered),
+        document_digests=frozenset(map(_short, ordered)),
+        chosen=tuple(frozenset(chosen[digest]) for digest in ordered),
     )
 
 
-def refuse_overlap(calibrated: Corpus, evaluated: Corpus) -> None:
-    """Raise CorpusError when a document was calibrated on and is to be evaluated on."""
-    shared = calibrated.document_digests & evaluated.document_digests
+def refuse_overlap(calibrated: Collection[str], evaluated: Corpus) -> None:
+    """Raise CorpusError for documents to be evaluated on whose (short) digest is ``calibrated``."""
+    shared = evaluated.document_digests.intersection(calibrated)
     if shared:
         raise CorpusError(
             f"{len(shared)} evaluation documents are in the calibration text too; they must differ"
@@ -166,6 +180,26 @@ def _sample(documents: Iterable[Document], at_most: int | None) -> dict[str, Doc
         if len(heap) > at_most:
             del smallest[f"{-heapq.heappop(heap):064x}"]
     return dict(sorted(smallest.items()))
+
+
+def _long_enough(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, sizes: Sequence[int]
+) -> dict[str, tuple[str, Tensor]]:
+    """Name and beginning by digest, in the order of the digests; of one name the one that serves
+    the largest size, and of those the first."""
+    best: dict[str, tuple[int, str, Tensor]] = {}
+    for digest, document in _sample(documents, None).items():
+        for ids in _windows(document, tokenizer, max(sizes))[:1]:
+            size = max((n for n in sizes if n <= len(ids)), default=0)
+            if size > best.get(document.name, (0,))[0]:
+                best[document.name] = (size, digest, ids)
+    found = {digest: (name, ids) for name, (_, digest, ids) in best.items()}
+    return dict(sorted(found.items()))
+
+
+def _short(digest: str) -> str:
+    """Enough of a SHA-256 to tell documents apart: 64 bits."""
+    return digest[:16]
 
 
 def _windows(document: Document, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tensor]:
@@ -204,5 +238,6 @@ def _parse(file: Path, number: int, line: str) -> Document:
         raise CorpusError(f"{file.name}, line {number}: not JSON") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise CorpusError(f"{file.name}, line {number}: no field 'text' with a string")
-    given = [str(row[key]) for key in ("source", "name") if key in row]
+    # A source alone names no document: whole collections have one.
+    given = [str(row[key]) for key in ("source", "name") if key in row and "name" in row]
     return Document("/".join(given) or f"{file.name}:{number}", row["text"])

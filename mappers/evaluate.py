@@ -50,8 +50,8 @@ def evaluate(
 ) -> Evidence:
     """Evidence over the texts of all domains, from ``evaluation_texts``.
 
-    ``lengths`` are prompt tokens; a document is measured at those that leave 32 tokens for the
-    continuation, with the tails that are shorter than the prompt. ``profile`` and
+    ``lengths`` are prompt tokens; a document is measured at those that it was chosen for
+    (``Corpus.stands_for``), with the tails that are shorter than the prompt. ``profile`` and
     ``probe_queries`` are the artifact's: one gives rows their score, without the other none have a
     probe. ``reverse``, the mapper from the target to the source, is needed for
     hops and drift. What each document gave is kept in ``work``, so that a stopped evaluation goes
@@ -74,7 +74,10 @@ def evaluate(
     )
     partial = None
     if work is not None:
-        corpora = [(domain, corpus.digest) for domain, corpus in texts.items()]
+        corpora = [
+            (domain, corpus.digest, [sorted(sizes) for sizes in corpus.chosen])
+            for domain, corpus in texts.items()
+        ]
         options = [corpora, [*lengths], [*native_tails], asdict(depth)]
         beside = [{} if one is None else one.tensors() for one in (profile, probe_queries)]
         both = [mapper, *([reverse] if reverse else [])]
@@ -126,9 +129,8 @@ def require_documents(
     # The document that sets the score's limit does not count (accept.py).
     needed = documents_needed(alpha, delta) + 1
     for domain, corpus in texts.items():
-        counts = {
-            n: sum(len(ids) >= n + CONTINUATION_TOKENS for ids in corpus.windows) for n in lengths
-        }
+        windows = range(len(corpus.windows))
+        counts = {n: sum(n in _prompts(corpus, w, lengths) for w in windows) for n in lengths}
         if max(counts.values()) < needed:
             raise TooFewData(
                 f"{domain}: {max(counts.values())} documents of {min(counts)} tokens and their "
@@ -145,7 +147,10 @@ def evaluation_texts(
     lengths: Sequence[int],
     documents: int,
 ) -> dict[str, Corpus]:
-    """The evaluation windows of each domain, cut to the longest length that fits both models."""
+    """``documents`` windows of each domain for each of the lengths that both models hold.
+
+    Raises TooFewData when they hold none, CorpusError for unusable text.
+    """
     limit = min(source.max_position_embeddings, target.max_position_embeddings)
     fitting = [n for n in lengths if n + CONTINUATION_TOKENS <= limit]
     if not fitting:
@@ -154,8 +159,7 @@ def evaluation_texts(
         domain: evaluation(
             read(folders),
             target.tokenizer,
-            minimum_tokens=min(fitting) + CONTINUATION_TOKENS,
-            window_tokens=max(fitting) + CONTINUATION_TOKENS,
+            sizes=[n + CONTINUATION_TOKENS for n in fitting],
             documents_at_most=documents,
         )
         for domain, folders in paths.items()
@@ -177,7 +181,7 @@ def _domain(
 
     @lru_cache(maxsize=2)
     def reading(document: int) -> Reading:
-        return bench.read(corpus.windows[document])
+        return bench.read(corpus.windows[document], _prompts(corpus, document, bench.lengths))
 
     found: list[Found] = []
     windows = range(len(corpus.windows))
@@ -197,6 +201,11 @@ def _domain(
                 partial.save(number, document, kept)
         found.append(kept)
     return found
+
+
+def _prompts(corpus: Corpus, window: int, lengths: Iterable[int]) -> tuple[int, ...]:
+    """Those of the prompt lengths that this document stands for, with their continuation."""
+    return tuple(n for n in lengths if corpus.stands_for(window, n + CONTINUATION_TOKENS))
 
 
 def digest_of(mappers: Iterable[Mapper], options: object, *beside: Mapping[str, Tensor]) -> str:

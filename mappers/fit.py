@@ -66,7 +66,7 @@ def fit_pair(
         plan.evaluation, source, target, lengths=plan.lengths, documents=plan.documents
     )
     for held_out in texts.values():
-        refuse_overlap(corpus, held_out)
+        refuse_overlap(corpus.document_digests, held_out)
     if plan.alpha is not None:
         require_documents(texts, plan.lengths, alpha=plan.alpha, delta=plan.delta)
     builder = ProfileBuilder(
@@ -266,6 +266,7 @@ def manifest_facts(
             documents=len(corpus.document_digests),
             tokens=corpus.tokens,
             rows=moments.count,
+            document_digests=tuple(sorted(corpus.document_digests)),
         ),
         row_weights=plan.row_weights,
         distill_steps=plan.distill_steps,

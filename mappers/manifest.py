@@ -26,12 +26,17 @@ class _Frozen(BaseModel):
 
 
 class Calibration(_Frozen):
-    """The text that a mapper was fitted on: rows are the tokens whose KV entered the fit."""
+    """The text that a mapper was fitted on: rows are the tokens whose KV entered the fit.
+
+    ``document_digests`` are the first 16 hex digits of each document's, so that evidence is never
+    measured on one of them; None in artifacts that are older than the field.
+    """
 
     corpus_digest: str
     documents: Size
     tokens: Size
     rows: Size
+    document_digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] | None = None
 
 
 class ManifestFacts(_Frozen):

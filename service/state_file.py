@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from mappers.errors import KVTranslatorError
+from mappers.identity import shown
 from service.breaker import Breaker, Key
 
 Result = TypeVar("Result")
@@ -72,10 +73,7 @@ class StateFile:
             self._db = _open(path)
             self.secret = _secret(self._db)
         except (sqlite3.Error, OSError) as error:
-            raise StateError(
-                "the state file cannot be used: it is damaged, of another version, not writable, "
-                "or in use by another process"
-            ) from error
+            raise StateError(_why(error)) from error
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Do it on the owner thread; what it raises is raised here."""
@@ -92,7 +90,10 @@ class StateFile:
         try:
             return {Key(*row[:4]): _BREAKER.validate_json(row[4]) for row in rows}
         except ValidationError as error:
-            raise StateError("the state file holds a breaker that cannot be read") from error
+            fault = error.errors(include_input=False, include_url=False, include_context=False)[0]
+            field = shown(".".join(map(str, fault["loc"])))
+            message = f"a breaker of the state file is not of version {VERSION}"
+            raise StateError(f"{message}: {field}: {fault['msg']}") from error
 
     def add(self, answer: Answer, *, forget: float) -> None:
         """Remember an answer; those issued before ``forget``, and too many, are forgotten."""
@@ -151,6 +152,19 @@ class StateFile:
         )
 
 
+def _why(error: sqlite3.Error | OSError) -> str:
+    """What was found in place of a state file that we may write, without its path."""
+    if isinstance(error, OSError):
+        return f"the state file cannot be opened for writing: {error.strerror}"
+    match getattr(error, "sqlite_errorname", ""):
+        case "SQLITE_BUSY" | "SQLITE_LOCKED":
+            return "the state file is in use by another process, expected one of our own"
+        case "SQLITE_NOTADB" | "SQLITE_CORRUPT":
+            return "the state file is damaged, or is none: expected an SQLite database"
+        case name:
+            return f"the state file cannot be used, expected one that can be written: {name}"
+
+
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         # The secret is inside; SQLite gives its journal the mode of the file.
@@ -162,7 +176,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = NORMAL")
         _check_version(db)
         db.executescript(_SCHEMA)
-    except sqlite3.Error:
+    except (sqlite3.Error, StateError):
         db.close()
         raise
     return db
@@ -171,7 +185,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
 def _check_version(db: sqlite3.Connection) -> None:
     (found,) = db.execute("PRAGMA user_version").fetchone()
     if found not in (0, VERSION):
-        raise sqlite3.DatabaseError("another version")
+        raise StateError(f"the state file has version {found}, expected {VERSION}")
     with db:
         db.execute(f"PRAGMA user_version = {VERSION}")
 

@@ -10,13 +10,15 @@ from rich.table import Table
 
 from mappers.errors import IdentityMismatch
 from service.commands import models
-from service.commands.exits import Code, Failure
+from service.commands.exits import Code, Failure, say
 from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from mappers.artifact import Artifact
+    from mappers.corpus import Corpus
     from mappers.evidence_rows import TaskRow
     from mappers.identity import ModelIdentity
     from mappers.mapper import Mapper
@@ -29,10 +31,15 @@ def evaluate(
     source: "ModelSpec",
     target: "ModelSpec",
     held_out: Annotated[
-        list[str], typer.Option(metavar="DOMAIN=PATH", help="Text that was never fitted on.")
+        list[str],
+        typer.Option(
+            metavar="DOMAIN=PATH",
+            help="Text that was never fitted on. A jsonl line is a document of its own, unless "
+            "lines share a name: they are pieces of one.",
+        ),
     ],
     config: Config = None,
-    documents: Annotated[int, typer.Option(min=1, help="Documents of a domain.")] = 64,
+    documents: Annotated[int, typer.Option(min=1, help="Documents of a domain and length.")] = 64,
     lengths: Annotated[
         list[int] | None, typer.Option(help="Prompt tokens.", show_default="128 256 512 1024")
     ] = None,
@@ -97,6 +104,7 @@ def evaluate(
     defaults = FitPlan.model_fields
     prompts = tuple(lengths or defaults["lengths"].default)
     corpora = evaluation_texts(texts, small, large, lengths=prompts, documents=documents)
+    refuse_calibrated(loaded, corpora)
     if alpha is not None:
         require_documents(corpora, prompts, alpha=alpha, delta=delta)
     folder = work or artifact.resolve().parent / f".evaluate-{loaded.manifest.mapper_id}"
@@ -135,6 +143,18 @@ def scorer() -> "Callable[..., tuple[TaskRow, ...]]":
         message = "tasks are scored by lm-eval: pip install 'kv-translator[tasks]'"
         raise Failure(Code.USAGE, message) from error
     return score_tasks
+
+
+def refuse_calibrated(artifact: "Artifact", corpora: "Mapping[str, Corpus]") -> None:
+    """Raise CorpusError for text that the mapper was fitted on; warn where it cannot be known."""
+    from mappers.corpus import refuse_overlap
+
+    calibration = artifact.manifest.calibration
+    if calibration is None or calibration.document_digests is None:
+        say("the artifact does not list its calibration documents: held-out text is not checked")
+        return
+    for corpus in corpora.values():
+        refuse_overlap(calibration.document_digests, corpus)
 
 
 def print_scores(rows: "Sequence[TaskRow]") -> None:

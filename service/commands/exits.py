@@ -98,6 +98,11 @@ def _system(error: OSError) -> str:
     return f"{name}{error.strerror or type(error).__name__}"
 
 
-def _stop(code: Code, message: str) -> None:
+def say(message: str) -> None:
+    """One line on the error stream."""
     typer.echo(f"kvt: {' '.join(message.split())}", err=True)
+
+
+def _stop(code: Code, message: str) -> None:
+    say(message)
     sys.exit(int(code))

@@ -30,7 +30,7 @@ def test_read_files_folders_and_jsonl(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("second")
     (tmp_path / "sub" / "ignored.bin").write_bytes(b"\0")
-    rows = [{"text": "third", "source": "s", "name": "n"}, {"text": "fourth"}]
+    rows = [{"text": "third", "source": "s", "name": "n"}, {"text": "fourth", "source": "s"}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     found = list(read([tmp_path, tmp_path / "a.txt"]))
     assert [d.text for d in found] == ["first", "third", "fourth", "second", "first"]
@@ -94,14 +94,36 @@ def test_one_changed_token_changes_the_digest(tokenizer: PreTrainedTokenizerFast
     assert corpus.digest != before
 
 
-def test_evaluation_takes_one_piece_of_each_document_longest_first(
+def test_evaluation_takes_one_piece_of_each_document_the_longest_windows_first(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     given = [Document("a", "one two " * 200), Document("a", "three four " * 100)]
     given += [Document("b", "five six " * 60), Document("c", "short text")]
-    corpus = evaluation(given, tokenizer, minimum_tokens=64, window_tokens=300, documents_at_most=9)
+    corpus = evaluation(given, tokenizer, sizes=(64, 300), documents_at_most=9)
     assert corpus.names == ("a", "b")
-    assert len(corpus.windows[0]) == 300 > len(corpus.windows[1]) >= 64
+    assert [len(ids) for ids in corpus.windows] == [300, 64]
+    assert corpus.chosen == (frozenset({64, 300}), frozenset({64}))
+
+
+def test_long_documents_are_not_preferred_for_short_prompts(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Each size has the documents with the smallest digests among those that are long enough."""
+    given = [Document(f"d{n}", f"text{n} " * (50 + 150 * (n % 3 == 0))) for n in range(60)]
+    tokens = {d.name: len(tokenizer(d.text)["input_ids"]) for d in given}
+    ordered = [d.name for d in sorted(given, key=lambda d: d.digest)]
+    corpus = evaluation(given, tokenizer, sizes=(80, 300), documents_at_most=8)
+    for size in (80, 300):
+        found = [
+            name for number, name in enumerate(corpus.names) if corpus.stands_for(number, size)
+        ]
+        fitting = [name for name in ordered if tokens[name] >= size]
+        assert sorted(found) == sorted(fitting[:8])
+        assert len(fitting) > 8
+    assert len(corpus.names) > 8
+    assert all(max(c) == len(w) for c, w in zip(corpus.chosen, corpus.windows, strict=True))
+    again = evaluation(given[::-1], tokenizer, sizes=(300, 80), documents_at_most=8)
+    assert (again.digest, again.chosen) == (corpus.digest, corpus.chosen)
 
 
 def test_overlap_is_refused_even_when_white_space_differs(
@@ -110,10 +132,11 @@ def test_overlap_is_refused_even_when_white_space_differs(
     given = documents(3)
     again = Document("renamed", given[1].text.replace(" ", "  \n"))
     calibrated = calibration(given, tokenizer, window_tokens=80, windows=3)
-    limits = {"minimum_tokens": 64, "window_tokens": 80, "documents_at_most": 4}
-    refuse_overlap(calibrated, evaluation(documents(5)[3:], tokenizer, **limits))
+    digests = sorted(calibrated.document_digests)
+    limits = {"sizes": (64, 80), "documents_at_most": 4}
+    refuse_overlap(digests, evaluation(documents(5)[3:], tokenizer, **limits))
     with pytest.raises(CorpusError, match="1 evaluation documents"):
-        refuse_overlap(calibrated, evaluation([again], tokenizer, **limits))
+        refuse_overlap(digests, evaluation([again], tokenizer, **limits))
 
 
 def test_text_without_a_window_is_an_error(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -123,8 +146,7 @@ def test_text_without_a_window_is_an_error(tokenizer: PreTrainedTokenizerFast) -
         evaluation(
             [Document("a", "too short")],
             tokenizer,
-            minimum_tokens=160,
-            window_tokens=200,
+            sizes=(200, 160),
             documents_at_most=1,
         )
 

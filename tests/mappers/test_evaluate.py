@@ -32,11 +32,10 @@ LENGTHS, TAILS = (96, 160), (1, 32, 128)
 
 @pytest.fixture
 def corpus(texts: Path, tokenizer: PreTrainedTokenizerFast) -> Corpus:
-    found = evaluation(
-        read([texts]), tokenizer, minimum_tokens=128, window_tokens=192, documents_at_most=3
-    )
+    found = evaluation(read([texts]), tokenizer, sizes=(128, 192), documents_at_most=3)
     # The last document is too short for the longer prompt.
-    return replace(found, windows=(*found.windows[:2], found.windows[2][:150]))
+    windows = (*found.windows[:2], found.windows[2][:150])
+    return replace(found, windows=windows, chosen=())
 
 
 @pytest.fixture
@@ -198,6 +197,7 @@ def test_evaluation_texts_are_cut_to_what_both_models_hold(
     found = evaluation_texts({"a": [texts]}, source, target, lengths=(96, 160, 512), documents=5)
     assert len(found["a"].windows) == 5
     assert {len(ids) for ids in found["a"].windows} == {192}, "512 + 32 exceeds 512 positions"
+    assert set(found["a"].chosen) == {frozenset({128, 192})}
     with pytest.raises(TooFewData, match="512"):
         evaluation_texts({"a": [texts]}, source, target, lengths=(512,), documents=5)
 

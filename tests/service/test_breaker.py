@@ -369,7 +369,7 @@ class TestStateFile:
     def test_a_damaged_file_is_refused_and_left_alone(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "state.sqlite"
         path.write_bytes(content)
-        with pytest.raises(StateError):
+        with pytest.raises(StateError, match="damaged, or is none: expected an SQLite database"):
             StateFile(path)
         assert path.read_bytes() == content
 
@@ -377,8 +377,23 @@ class TestStateFile:
         db = sqlite3.connect(tmp_path / "state.sqlite")
         db.execute("PRAGMA user_version = 7")
         db.close()
-        with pytest.raises(StateError):
+        with pytest.raises(StateError, match="has version 7, expected 1"):
             StateFile(tmp_path / "state.sqlite")
+
+    def test_what_is_no_file_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(StateError, match="cannot be opened for writing: Is a directory"):
+            StateFile(tmp_path)
+
+    def test_a_breaker_of_another_form_is_named(self, tmp_path: Path) -> None:
+        StateFile(tmp_path / "state.sqlite").close()
+        with sqlite3.connect(tmp_path / "state.sqlite") as db:
+            row = ("m", "d", "chat", 32, '{"bad": 3}', 0.0)
+            db.execute("INSERT INTO breakers VALUES (?, ?, ?, ?, ?, ?)", row)
+        db.close()
+        file = StateFile(tmp_path / "state.sqlite")
+        with pytest.raises(StateError, match="not of version 1: bad: Input should be"):
+            file.breakers()
+        file.close()
 
     def test_old_answers_are_forgotten(self, tmp_path: Path) -> None:
         file = StateFile(None)

@@ -11,6 +11,7 @@ import pytest
 from mappers import artifact as artifacts
 from mappers import evaluate as evaluation
 from mappers.evidence import Arm, Evidence
+from mappers.manifest import ManifestFacts
 from service.commands.exits import Code
 from tests.service.test_cli import assert_one_line, kvt
 from tests.service.tiny_family import family as tiny_family
@@ -68,6 +69,29 @@ def test_lengths_tails_hops_and_depth(family: Path, fitted: Path) -> None:
 def test_a_reverse_of_another_pair_is_refused(family: Path, fitted: Path) -> None:
     result = kvt(*arguments(family, fitted), *SMALL, "--reverse", fitted)
     assert_one_line(result, Code.IDENTITY, "source.model")
+
+
+def test_text_that_was_fitted_on_is_refused(family: Path, fitted: Path) -> None:
+    before = (fitted / "evidence.json").read_bytes()
+    again = ("--held-out", f"again={family / 'text' / 'calibration.jsonl'}")
+    result = kvt(*arguments(family, fitted), *SMALL, *again)
+    assert_one_line(result, Code.DATA, "3 evaluation documents are in the calibration text")
+    assert (fitted / "evidence.json").read_bytes() == before
+
+
+def test_an_artifact_that_does_not_list_its_calibration_text_is_measured_with_a_warning(
+    family: Path, fitted: Path, tmp_path: Path
+) -> None:
+    artifact = artifacts.load(fitted)
+    facts = {name: getattr(artifact.manifest, name) for name in ManifestFacts.model_fields}
+    old = facts["calibration"].model_copy(update={"document_digests": None})
+    folder = artifacts.publish(
+        tmp_path / "old", artifact.mapper, ManifestFacts(**(facts | {"calibration": old}))
+    )
+    result = kvt(*arguments(family, folder), *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "kvt: the artifact does not list its calibration documents" in result.stderr
+    assert len(evidence_of(folder).rows) > 0
 
 
 def test_too_few_documents_says_how_many_are_needed(family: Path, fitted: Path) -> None:

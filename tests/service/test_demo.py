@@ -51,8 +51,7 @@ class TestFamily:
         measured = corpus.evaluation(
             documents,
             way.target.tokenizer,
-            minimum_tokens=TOKENS + CONTINUATION_TOKENS,
-            window_tokens=TOKENS + CONTINUATION_TOKENS,
+            sizes=[TOKENS + CONTINUATION_TOKENS],
             documents_at_most=1000,
         )
         seen = {tuple(window.tolist()) for window in measured.windows}
