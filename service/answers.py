@@ -1,5 +1,7 @@
 """The two answers with status 200: a re-prefill as JSON, and the head of a translation."""
 
+from typing import Any
+
 from starlette.responses import JSONResponse, Response
 
 from service.call import Judged
@@ -67,6 +69,13 @@ def _translated(approved: Approved) -> dict[str, str]:
     return headers
 
 
+def certified(ruling: Ruling, policy: Policy) -> dict[str, Any]:
+    """The fields of ``Certified``."""
+    of_policy = {name: getattr(policy, name) for name in ("risk", "alpha", "delta", "kl_clip")}
+    of_ruling = {n: getattr(ruling, n) for n in ("kl_bound", "max_kl", "rows", "unproven")}
+    return of_policy | of_ruling
+
+
 def _common(judged: Judged) -> dict[str, str]:
     return {
         "KVT-Mapper": judged.entry.id,
@@ -88,16 +97,9 @@ def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
         layout=request.layout,
         block_tokens=request.block_tokens,
         dtype=request.target.kv_dtype or request.target.dtype,
-        kl_bound=ruling.kl_bound,
         expected_kl=ruling.expected_kl,
-        max_kl=ruling.max_kl,
-        risk=policy.risk,
-        alpha=policy.alpha,
-        delta=policy.delta,
-        kl_clip=policy.kl_clip,
-        rows=ruling.rows,
         guarantee=_guarantee(ruling, policy),
-        unproven=ruling.unproven,
+        **certified(ruling, policy),
         token_ids_sha256=request.token_ids_sha256,
         shadow=shadow,
     )

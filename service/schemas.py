@@ -128,7 +128,22 @@ class ShadowRequest(BaseModel):
     expires_seconds: float = Field(description="Time to post it, from the answer on.")
 
 
-class Receipt(BaseModel):
+class Certified(BaseModel):
+    """What is certified of an answer, against which threshold, from how many documents."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kl_bound: float | None
+    max_kl: float
+    risk: Risk
+    alpha: float
+    delta: float
+    kl_clip: float
+    rows: int
+    unproven: bool
+
+
+class Receipt(Certified):
     """What an answer with tensors says of itself, under ``kvt`` in their metadata.
 
     ``tokens`` rows are answered, from ``start_position``; the target reads the ``native_tail`` rows
@@ -138,8 +153,6 @@ class Receipt(BaseModel):
     but for those that the service picks for ``shadow``: the id of any other answer is in the
     headers only.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     decision: Literal["translate"] = "translate"
     mapper: str
@@ -154,18 +167,10 @@ class Receipt(BaseModel):
     layout: Layout
     block_tokens: int | None
     dtype: str
-    kl_bound: float | None
     expected_kl: float | None = Field(
         None, description="Mean KL of measured prompts as unfamiliar as this one; no bound."
     )
-    max_kl: float
-    risk: Risk
-    alpha: float
-    delta: float
-    kl_clip: float
-    rows: int
     guarantee: str
-    unproven: bool
     token_ids_sha256: str | None
     shadow: ShadowRequest | None = None
 
@@ -185,10 +190,8 @@ class Reprefill(BaseModel):
     request_id: str
 
 
-class Plan(BaseModel):
+class Plan(Certified):
     """The decision so far, from the request document alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     decision: Decision
     reason: str | None
@@ -197,14 +200,6 @@ class Plan(BaseModel):
     digest: str
     tokens: int = Field(description="Rows that the answer would hold.")
     native_tail: int
-    kl_bound: float | None
-    max_kl: float
-    risk: Risk
-    alpha: float
-    delta: float
-    kl_clip: float
-    rows: int
-    unproven: bool
     expected_ms: float | None = Field(description="Queue and translation, from past requests.")
     bytes_in: int
     bytes_out: int
