@@ -155,6 +155,24 @@ def test_another_k_and_ridge_need_no_second_pass_over_the_text(
         fit_pair(stricter, source, target, progress=False)
 
 
+def test_sums_with_and_without_lags_are_kept_beside_each_other(
+    source: LoadedModel,
+    target: LoadedModel,
+    texts: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    def lags(**changes: Any) -> int:
+        asked = plan(texts, tmp_path / "root", work=tmp_path, recipe="top_heads", **changes)
+        return artifact.load(fit_pair(asked, source, target, progress=False)).mapper.lags
+
+    assert (lags(lags=0), lags(k=12, lags=2)) == (0, 2)
+    request.getfixturevalue("no_forward_pass")
+    assert (lags(lags=0, share="head"), lags(k=12, lags=2, share="head")) == (0, 2)
+    with pytest.raises(AssertionError, match="a model was run"):
+        lags(lags=1)
+
+
 def test_weights_can_be_kept_in_bfloat16(
     source: LoadedModel, target: LoadedModel, texts: Path, tmp_path: Path
 ) -> None:
