@@ -75,7 +75,7 @@ def test_text_that_was_fitted_on_is_refused(family: Path, fitted: Path) -> None:
     before = (fitted / "evidence.json").read_bytes()
     again = ("--held-out", f"again={family / 'text' / 'calibration.jsonl'}")
     result = kvt(*arguments(family, fitted), *SMALL, *again)
-    assert_one_line(result, Code.DATA, "3 evaluation documents are in the calibration text")
+    assert_one_line(result, Code.DATA, "evaluation documents are in the calibration text")
     assert (fitted / "evidence.json").read_bytes() == before
 
 
