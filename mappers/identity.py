@@ -147,6 +147,11 @@ class IdentityClaim(_Sided):
     k_norm: bool | None = None
     tokenizer_digest: Name | None = None
 
+    @property
+    def storage(self) -> Storage:
+        """In which form the cache is said to be stored; ``LayoutError`` for one there is not."""
+        return Storage(self.kv_dtype or self.dtype, self.kv_scales, self.kv_zero_points)
+
 
 _ALWAYS = ("model", "version", "dtype", "quantization", "adapter")
 _WHEN_GIVEN = (

@@ -14,6 +14,9 @@ layout          tensors               shape                                     
 ``lmcache``     kv                    [2, L, T, H D], K then V                    LMCache
 ==============  ====================  ==========================================  =================
 
+Numbers of 8 bits may have scales and zero points (``mappers/quantize.py``), which no layout moves:
+``layers.{i}.k_scale`` and ``.v_scale``, ``layers.{i}.k_zero`` and ``.v_zero``.
+
 Blocks are those of one prompt in token order (the engine's block table is already applied); only
 the last may be part empty, and its unused rows are written as zeros and never read.
 """
@@ -72,6 +75,12 @@ def tensor_names(layout: Layout, layer: int) -> tuple[str, ...]:
     if layout in _PAGED:
         return (f"layers.{layer}.kv",)
     return (f"layers.{layer}.k", f"layers.{layer}.v")
+
+
+def scale_names(layer: int, *, zero_points: bool = False) -> tuple[str, ...]:
+    """Names of a layer's scales, keys then values, and of its zero points if it has any."""
+    kinds = ("scale", "zero") if zero_points else ("scale",)
+    return tuple(f"layers.{layer}.{side}_{kind}" for kind in kinds for side in "kv")
 
 
 def tensor_shape(layout: Layout, geometry: Geometry) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ Float8 is OCP's E4M3 and E5M2
 Legend: T tokens, H kv heads, D head dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -83,6 +84,12 @@ class Stored(NamedTuple):
             for part in (self.scale, self.zero)
         )
         return Stored(self.numbers[chosen], scale, zero)
+
+
+def in_turn(sides: Iterable[Stored]) -> list[Tensor]:
+    """The scales of keys and values, then their zero points, as far as there are any."""
+    kinds = list(zip(*sides, strict=True))[1:]
+    return [part for kind in kinds for part in kind if part is not None]
 
 
 def quantize(states: Tensor, storage: Storage) -> Stored:

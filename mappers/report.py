@@ -59,14 +59,15 @@ def _documents(evidence: Evidence) -> dict[str, int]:
 
 def _identities(source: ModelIdentity, target: ModelIdentity) -> Iterator[tuple[str, Any, Any]]:
     a, b = (side.model_dump(mode="json") for side in (source, target))
-    for field in a:
+    for field in {**a, **b}:
         if field == "rope":
             for name in a[field]:
                 yield f"rope {name.replace('_', ' ')}", a[field][name], b[field][name]
         elif field == "attention":
             yield field, _kinds(a[field]), _kinds(b[field])
         else:
-            yield field.replace("_", " "), a[field], b[field]
+            # Only zero points may be left out: by whoever has none.
+            yield field.replace("_", " "), a.get(field, False), b.get(field, False)
 
 
 def _kinds(layers: Sequence[str]) -> str:

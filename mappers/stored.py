@@ -7,6 +7,7 @@ its size. Without scales an 8-bit cache is a plain ``KVCache``.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mappers.cache import DTYPES, KVCache, Layer
@@ -83,15 +84,26 @@ class StoredCache:
         return StoredCache(self.storage, keys, values, self.positions[rows])
 
 
-def store(cache: KVCache, storage: Storage) -> StoredCache:
-    """The cache in a storage with scales, which are those of all its tokens.
+AnyCache = KVCache | StoredCache
 
-    Raises ``LayoutError`` for a storage without scales and for values that are not finite.
+
+def store(cache: KVCache, storage: Storage) -> AnyCache:
+    """The cache as it is stored; scales are those of all its tokens.
+
+    Raises ``LayoutError`` for values that are not finite where they become 8-bit numbers.
     """
     keys, values = (
-        tuple(quantize(layer, storage) for layer in side) for side in (cache.keys, cache.values)
+        tuple(_stored(layer, storage) for layer in side) for side in (cache.keys, cache.values)
     )
-    return StoredCache(storage, keys, values, cache.positions)
+    if storage.scaled:
+        return StoredCache(storage, keys, values, cache.positions)
+    plain = [tuple(stored.numbers for stored in side) for side in (keys, values)]
+    return KVCache(plain[0], plain[1], cache.positions)
+
+
+def restored(cache: AnyCache) -> KVCache:
+    """The numbers that a cache stands for: float32 where it has scales, else as it is."""
+    return cache if isinstance(cache, KVCache) else cache.take(slice(None))
 
 
 def rounded(cache: KVCache, storage: Storage) -> KVCache:
@@ -99,13 +111,13 @@ def rounded(cache: KVCache, storage: Storage) -> KVCache:
 
     What an engine keeps is what its users get, so this is what a map is fitted and measured on.
     """
-    if storage.scaled:
-        return store(cache, storage).take(slice(None))
-
-    def through(layer: Tensor) -> Tensor:
-        if storage.eight_bits:
-            return dequantize(quantize(layer, storage))
-        return layer.to(DTYPES[storage.dtype]).to(layer.dtype)
-
-    keys, values = (tuple(map(through, side)) for side in (cache.keys, cache.values))
+    found = restored(store(cache, storage))
+    dtype = torch.float32 if storage.eight_bits else cache.dtype
+    keys, values = (tuple(layer.to(dtype) for layer in side) for side in (found.keys, found.values))
     return KVCache(keys, values, cache.positions)
+
+
+def _stored(layer: Tensor, storage: Storage) -> Stored:
+    if storage.eight_bits:
+        return quantize(layer, storage)
+    return Stored(layer.to(DTYPES[storage.dtype]))

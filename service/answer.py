@@ -8,17 +8,21 @@ filled in place.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from mappers.cache import DTYPES, KVCache, consecutive
-from mappers.errors import KVTranslatorError
+from mappers.cache import DTYPES, KVCache
+from mappers.errors import KVTranslatorError, LayoutError
+from mappers.layouts import Geometry, Layout
+from mappers.stored import AnyCache, restored
 from service import wire
 from service.errors import Problem
 from service.schemas import Receipt, TranslateRequest
+from service.side import Form, Side
 from service.upload import CONTENT_TYPE, memory_of
 
 MAX_ANSWER_BYTES = 64 << 30
@@ -35,13 +39,19 @@ class BadAnswer(KVTranslatorError):
 class Translated:
     """The target's cache of the first ``receipt.tokens`` tokens; it reads the rest itself.
 
+    ``stored`` is what came: 8-bit numbers with their scales, if the request asked for that.
     ``tail_token`` is there when the service can judge the answer by the likelihood of that rest.
     """
 
-    cache: KVCache
+    stored: AnyCache
     receipt: Receipt
     answer_id: str = ""
     tail_token: str | None = None
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """The numbers that it stands for, float32 where it has scales; made when first read."""
+        return restored(self.stored)
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,8 @@ class _Tensors:
         self._head = bytearray()
         self._head_bytes = wire.LENGTH_BYTES
         self._receipt: Receipt | None = None
-        self._tensors: list[Tensor] = []
+        self._side: Side | None = None
+        self._tensors: dict[str, Tensor] = {}
         self._views: list[memoryview] = []
         self._at = self._filled = 0
 
@@ -168,16 +179,18 @@ class _Tensors:
             rest = rest[taken:]
 
     def outcome(self) -> Translated:
-        if self._receipt is None or self._at < len(self._views):
+        if self._receipt is None or self._side is None or self._at < len(self._views):
             raise BadAnswer("the answer ended before its declared size")
-        for tensor in self._tensors:
+        for tensor in self._tensors.values():
             if not bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all()):
                 raise BadAnswer("the answer holds values that are not finite")
-        positions = consecutive(self._receipt.tokens, self._receipt.start_position)
-        keys, values = tuple(self._tensors[0::2]), tuple(self._tensors[1::2])
+        try:
+            stored = self._side.assembled(self._tensors, self._receipt.start_position)
+        except LayoutError as error:
+            raise BadAnswer(f"the answer's scales cannot be used: {error}") from error
         judged = self._headers.get("kvt-suffix") == "accepted"
         return Translated(
-            KVCache(keys, values, positions),
+            stored,
             self._receipt,
             self._headers.get("kvt-answer-id", ""),
             self._headers.get("kvt-feedback-token") if judged else None,
@@ -200,11 +213,13 @@ class _Tensors:
             raise BadAnswer(f"the answer is not readable: {problem.detail}") from problem
         receipt = _receipt(header)
         _check_receipt(receipt, self._request)
-        _check_tensors(header, receipt, self._request)
+        self._side = _checked_side(header, receipt, self._request)
         self._check_size(len(self._head) + header.data_bytes)
-        specs = sorted(header.tensors.values(), key=lambda spec: spec.begin)
-        self._tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in specs]
-        self._views = [memory_of(tensor) for tensor in self._tensors]
+        self._tensors = {
+            name: torch.empty(form.shape, dtype=DTYPES[form.dtype])
+            for name, form in self._side.forms.items()
+        }
+        self._views = [memory_of(tensor) for tensor in self._tensors.values()]
         self._receipt = receipt
 
     def _check_size(self, size: int) -> None:
@@ -232,12 +247,14 @@ def _receipt(header: wire.Header) -> Receipt:
 
 def _check_receipt(receipt: Receipt, request: TranslateRequest) -> None:
     """The answer is about the request that was sent, and covers all but the native tail of it."""
-    target = request.target
+    storage = request.target.storage
     expected = {
         "tokens": request.tokens - receipt.native_tail,
         "start_position": request.start_position,
         "layout": request.layout,
-        "dtype": target.kv_dtype or target.dtype,
+        "dtype": storage.dtype,
+        "kv_scales": storage.scales,
+        "kv_zero_points": storage.zero_points,
         "token_ids_sha256": request.token_ids_sha256,
     }
     for field, value in expected.items():
@@ -249,23 +266,28 @@ def _check_receipt(receipt: Receipt, request: TranslateRequest) -> None:
         raise BadAnswer("the receipt covers no tokens")
 
 
-def _check_tensors(header: wire.Header, receipt: Receipt, request: TranslateRequest) -> None:
-    """Exactly ``layers.{i}.k`` and ``.v`` of one shape and dtype, laid out in layer order."""
-    layers = len(header.tensors) // 2
-    names = [f"layers.{i}.{kind}" for i in range(layers) for kind in "kv"]
-    if not names or sorted(header.tensors, key=lambda n: header.tensors[n].begin) != names:
-        raise BadAnswer("the answer's tensors are not the keys and values of each layer in order")
-    first = header.tensors[names[0]]
-    for spec in header.tensors.values():
-        if (spec.dtype, spec.shape) != (receipt.dtype, first.shape):
-            raise BadAnswer("the answer's tensors differ in dtype or shape")
-    if len(first.shape) != 3 or first.shape[0] != receipt.tokens:
+def _checked_side(header: wire.Header, receipt: Receipt, request: TranslateRequest) -> Side:
+    """Exactly the keys and values of some layers, of one shape, with their scales, in order."""
+    target, first = request.target, header.tensors.get("layers.0.k")
+    if first is None or len(first.shape) != 3 or first.shape[0] != receipt.tokens:
         raise BadAnswer(f"the answer's tensors do not hold {receipt.tokens} tokens")
-    target = request.target
+    sizes = _layers(header), *first.shape[1:]
     claimed = (target.num_layers, target.num_kv_heads, target.head_dim)
-    for given, found in zip(claimed, (layers, *first.shape[1:]), strict=True):
+    for given, found in zip(claimed, sizes, strict=True):
         if given is not None and given != found:
             raise BadAnswer(f"the answer has {found} where the target has {given}")
+    geometry = Geometry(sizes[0], receipt.tokens, *first.shape[1:])
+    side = Side(Layout.NHD, geometry, target.storage)
+    ordered = sorted(header.tensors.items(), key=lambda item: item[1].begin)
+    if [name for name, _ in ordered] != list(side.forms):
+        raise BadAnswer("the answer's tensors are not the keys and values of each layer in order")
+    if [Form(spec.dtype, spec.shape) for _, spec in ordered] != list(side.forms.values()):
+        raise BadAnswer("the answer's tensors differ in dtype or shape")
+    return side
+
+
+def _layers(header: wire.Header) -> int:
+    return sum(name.endswith(".k") for name in header.tensors)
 
 
 def _text(document: Mapping[str, object], name: str) -> str | None:

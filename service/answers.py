@@ -39,8 +39,8 @@ def reprefill(judged: Judged, reason: str) -> Response:
 
 def translated_head(approved: Approved, target: Side) -> tuple[bytes, dict[str, str]]:
     """The safetensors header that carries the receipt, and the HTTP headers."""
-    receipt = _receipt(approved.judged, approved.shadow)
-    tensors = [(name, target.dtype, target.shape) for name in target.names]
+    receipt = _receipt(approved.judged, target, approved.shadow)
+    tensors = [(name, *form) for name, form in target.forms.items()]
     head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
     length = str(len(head) + target.nbytes)
     kind = {"Content-Type": SAFETENSORS, "Content-Length": length}
@@ -84,7 +84,7 @@ def _common(judged: Judged) -> dict[str, str]:
     }
 
 
-def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
+def _receipt(judged: Judged, target: Side, shadow: ShadowRequest | None) -> Receipt:
     request, ruling, policy = judged.request, judged.ruling, judged.standing.policy
     return Receipt(
         mapper=judged.entry.id,
@@ -96,7 +96,9 @@ def _receipt(judged: Judged, shadow: ShadowRequest | None) -> Receipt:
         probe_error=ruling.probe_error,
         layout=request.layout,
         block_tokens=request.block_tokens,
-        dtype=request.target.kv_dtype or request.target.dtype,
+        dtype=target.storage.dtype,
+        kv_scales=target.storage.scales,
+        kv_zero_points=target.storage.zero_points,
         expected_kl=ruling.expected_kl,
         guarantee=_guarantee(ruling, policy),
         **certified(ruling, policy),

@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from mappers.cache import KVCache
 from mappers.errors import KVTranslatorError
+from mappers.stored import AnyCache
 from service.answer import (
     BadAnswer,
     Outcome,
@@ -75,14 +75,15 @@ class Client:
 
     def translate(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         request: TranslateRequest,
         *,
-        probe: KVCache | None = None,
+        probe: AnyCache | None = None,
         strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
 
+        Both are stored as ``request`` says (``mappers.stored.store`` makes 8-bit numbers).
         ``probe`` is the target's own KV of the first tokens, [64, H_t, D_t] a layer: the bound gets
         sharper, and those tokens of the answer are exactly these. Raises LayoutError when
         ``request`` does not describe ``cache``; with ``strict``, NotTranslated instead of returning
@@ -196,10 +197,10 @@ class AsyncClient:
 
     async def translate(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         request: TranslateRequest,
         *,
-        probe: KVCache | None = None,
+        probe: AnyCache | None = None,
         strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""

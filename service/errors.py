@@ -46,6 +46,7 @@ CODES: dict[str, Kind] = {
     "bad_metadata": Kind(422, "The safetensors metadata is not valid"),
     "bad_tensor_name": Kind(422, "A tensor has a name that no cache has"),
     "bad_shape": Kind(422, "A tensor has a shape that does not fit"),
+    "bad_scales": Kind(422, "The scales or zero points cannot be used"),
     "layer_set": Kind(422, "The tensors are not those of the declared layers"),
     "dtype_unsupported": Kind(422, "A tensor has a dtype that does not fit"),
     "unsupported_model": Kind(422, "This kind of model cannot be translated", unsupported=True),

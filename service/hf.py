@@ -22,6 +22,7 @@ from mappers.identity import IdentityClaim, ModelIdentity
 from mappers.layouts import Layout
 from mappers.probe import PROBE_TOKENS
 from mappers.sample import sample_rows
+from mappers.stored import AnyCache, store
 from service.answer import Outcome, Translated
 from service.client import Client
 from service.schemas import TokenSample, TranslateRequest
@@ -53,9 +54,11 @@ def translate_cache(
     sent, request = request_for(
         cache, source=source, target=target, prompt_ids=prompt_ids, **limits
     )
-    exact = None if probe is None else from_hf(probe).slice(0, PROBE_TOKENS)
+    exact = None
+    if probe is not None:
+        exact = store(from_hf(probe).slice(0, PROBE_TOKENS), request.target.storage)
     outcome = client.translate(sent, request, probe=exact, strict=strict)
-    return cache_from(outcome, prompt_ids, device=device or sent.keys[0].device)
+    return cache_from(outcome, prompt_ids, device=device or sent.positions.device)
 
 
 def request_for(
@@ -65,13 +68,17 @@ def request_for(
     target: ModelIdentity | IdentityClaim,
     prompt_ids: Tensor,
     **limits: Any,
-) -> tuple[KVCache, TranslateRequest]:
-    """What ``Client.translate`` takes: the cache as views [S, H_s, D_s], and the request for it."""
-    sent = from_hf(cache)
+) -> tuple[AnyCache, TranslateRequest]:
+    """What ``Client.translate`` takes: the cache [S, H_s, D_s] a layer, and the request for it.
+
+    It is stored as the source's identity says: as views where that changes nothing.
+    """
+    claim = claim_of(source)
+    sent = store(from_hf(cache), claim.storage)
     if sent.tokens > prompt_ids.shape[-1]:
         raise LayoutError(f"a cache of {sent.tokens} tokens for {prompt_ids.shape[-1]} token ids")
     request = TranslateRequest(
-        source=claim_of(source),
+        source=claim,
         target=claim_of(target),
         tokens=sent.tokens,
         layout=Layout.NHD,

@@ -60,16 +60,25 @@ _EXAMPLES_FEEDBACK = {
 _BODY_TEXT = """A safetensors file, read as it arrives: 8 bytes with the length of the header
 (little-endian), the JSON header, the tensors. In the header, `__metadata__.kvt` is the request
 document (schema `TranslateRequest`) as a string. Tensor names follow from `layout`:
-`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`. A request with a `probe` holds the
-target's own KV of the first 64 tokens as well, in the form of the answer, under the same names with
-`probe` in place of `layers` (`probe.{i}.k`, ..., `probe.kv`)."""
+`layers.{i}.k` and `layers.{i}.v`, or `layers.{i}.kv`, or `kv`.
+
+A cache whose `kv_scales` are not `none` holds 8-bit numbers q that stand for (q - zero) * scale.
+Its scales are float32 tensors `layers.{i}.k_scale` and `layers.{i}.v_scale`, in every layout: `[1]`
+for `per_tensor`, `[kv heads]` for `per_head`, `[tokens, kv heads]` for `per_token_head`. With
+`kv_zero_points`, which only int8 has, there are `layers.{i}.k_zero` and `layers.{i}.v_zero` too, of
+the same shape, from -128 to 127; otherwise zero is 0.
+
+A request with a `probe` holds the target's own KV of the first 64 tokens as well, in the form of
+the answer, under the same names with `probe` in place of `layers` (`probe.{i}.k`, ...,
+`probe.{i}.k_scale`, ..., `probe.kv`)."""
 _BODY_EXAMPLE = (
     '\\x10\\x02\\x00\\x00\\x00\\x00\\x00\\x00{"__metadata__":{"kvt":"{\\"source\\":{...},'
     '\\"target\\":{...},\\"tokens\\":2,\\"layout\\":\\"NHD\\"}"},"layers.0.k":{"dtype":"BF16",'
     '"shape":[2,4,32],"data_offsets":[0,512]},...} and the bytes of the tensors'
 )
-_ANSWER_TEXT = """Translated: safetensors, tensors in the order of the layers, sent while later ones
-are computed. `__metadata__.kvt` is the `Receipt` as a string. Re-prefill: JSON, no tensors."""
+_ANSWER_TEXT = """Translated: safetensors, tensors in the order of the layers, a layer's scales and
+zero points after it, sent while later ones are computed. `__metadata__.kvt` is the `Receipt` as a
+string. Re-prefill: JSON, no tensors."""
 _ANSWER_EXAMPLE = _BODY_EXAMPLE.replace(
     '\\"source\\":{...},\\"target\\":{...}', '\\"decision\\":\\"translate\\",\\"native_tail\\":1'
 )
@@ -141,6 +150,7 @@ _TENSOR_CODES = (
     "bad_metadata",
     "bad_tensor_name",
     "bad_shape",
+    "bad_scales",
     "layer_set",
     "dtype_unsupported",
     "layout_error",

@@ -16,6 +16,7 @@ from pydantic import (
 from mappers.accept import Risk
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
+from mappers.quantize import ScaleScheme
 from service.errors import Problem
 from service.policy import Word
 
@@ -167,6 +168,8 @@ class Receipt(Certified):
     layout: Layout
     block_tokens: int | None
     dtype: str
+    kv_scales: ScaleScheme = "none"
+    kv_zero_points: bool = False
     expected_kl: float | None = Field(
         None, description="Mean KL of measured prompts as unfamiliar as this one; no bound."
     )
@@ -230,6 +233,8 @@ class SideInfo(BaseModel):
     rope_type: str
     dtype: str
     kv_dtype: str
+    kv_scales: ScaleScheme = "none"
+    kv_zero_points: bool = False
     num_layers: int
     num_kv_heads: int
     head_dim: int

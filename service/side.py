@@ -1,18 +1,40 @@
-"""One cache on the wire: names, shape, dtype and size of its tensors, and reading them."""
+"""One cache on the wire: names, dtypes, shapes and size of its tensors, and reading them."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
 from mappers.cache import DTYPES, KVCache, consecutive
+from mappers.errors import LayoutError
 from mappers.identity import IdentityClaim, ModelIdentity
-from mappers.layouts import Geometry, Layout, read_layer, tensor_names, tensor_shape
+from mappers.layouts import (
+    Geometry,
+    Layout,
+    read_layer,
+    scale_names,
+    tensor_names,
+    tensor_shape,
+)
+from mappers.quantize import Storage, Stored
+from mappers.stored import AnyCache, StoredCache
 from service.errors import Problem
 from service.schemas import TranslateRequest
 from service.wire import ITEM_BYTES, Header, TensorSpec
+
+
+class Form(NamedTuple):
+    """What a tensor is: dtype by our name, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +43,7 @@ class Side:
 
     layout: Layout
     geometry: Geometry
-    dtype: str
+    storage: Storage
     stem: str = "layers"
 
     @classmethod
@@ -36,45 +58,76 @@ class Side:
             identity.head_dim,
             request.block_tokens,
         )
-        return cls(request.layout, geometry, claim.kv_dtype or claim.dtype)
+        return cls(request.layout, geometry, claim.storage)
 
     def with_tokens(self, tokens: int) -> Self:
         """The same cache with so many rows."""
         return replace(self, geometry=replace(self.geometry, tokens=tokens))
 
     @property
-    def names(self) -> list[str]:
-        """Tensor names in layer order."""
-        layers = range(self.geometry.layers)
-        every = (self._named(name) for i in layers for name in tensor_names(self.layout, i))
-        return list(dict.fromkeys(every))
+    def forms(self) -> dict[str, Form]:
+        """All tensors by name in layer order, a layer's scales and zero points after it."""
+        numbers = Form(self.storage.dtype, tensor_shape(self.layout, self.geometry))
+        found: dict[str, Form] = {}
+        for layer in range(self.geometry.layers):
+            found |= {self.named(name): numbers for name in tensor_names(self.layout, layer)}
+            for name in self.scale_names(layer):
+                shape = self.storage.scale_shape(self.geometry.tokens, self.geometry.kv_heads)
+                found[name] = Form("float32", shape)
+        return found
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of every tensor."""
-        return tensor_shape(self.layout, self.geometry)
+    def scale_names(self, layer: int) -> list[str]:
+        """Names of a layer's scales and zero points: scales of keys and values come first."""
+        if not self.storage.scaled:
+            return []
+        found = scale_names(layer, zero_points=self.storage.zero_points)
+        return [self.named(name) for name in found]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return len(self.names) * math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return sum(form.nbytes for form in self.forms.values())
 
-    def read(self, data: Tensor, specs: Mapping[str, TensorSpec], start_position: int) -> KVCache:
-        """The cache as views of ``data``, the bytes of all of a body's tensors."""
-        layers, layout, geometry = range(self.geometry.layers), self.layout, self.geometry
-        names = dict.fromkeys(name for i in layers for name in tensor_names(layout, i))
-        parts = {name: _tensor(data, specs[self._named(name)]) for name in names}
-        keys, values = zip(*(read_layer(layout, parts, i, geometry) for i in layers), strict=True)
-        return KVCache(keys, values, consecutive(geometry.tokens, start_position))
+    def read(self, data: Tensor, specs: Mapping[str, TensorSpec], start_position: int) -> AnyCache:
+        """The cache as views of ``data``, the bytes of all of a body's tensors.
 
-    def _named(self, name: str) -> str:
+        Raises ``Problem`` 422 for scales or zero points that cannot be used.
+        """
+        parts = {name: _tensor(data, specs[name]) for name in self.forms}
+        try:
+            return self.assembled(parts, start_position)
+        except LayoutError as error:
+            of = "probe, " if self.stem == "probe" else ""
+            raise Problem("bad_scales", f"{of}{error}") from error
+
+    def assembled(self, parts: Mapping[str, Tensor], start_position: int) -> AnyCache:
+        """The cache that these tensors are; may raise ``LayoutError``."""
+        layers, layout = range(self.geometry.layers), self.layout
+        names = dict.fromkeys(name for layer in layers for name in tensor_names(layout, layer))
+        numbers = {name: parts[self.named(name)] for name in names}
+        pairs = [read_layer(layout, numbers, layer, self.geometry) for layer in layers]
+        positions = consecutive(self.geometry.tokens, start_position)
+        if not self.storage.scaled:
+            plain = zip(*pairs, strict=True)
+            return KVCache(next(plain), next(plain), positions)
+        scales = [[parts[name] for name in self.scale_names(layer)] for layer in layers]
+        # Those of keys and of values take turns.
+        keys, values = (
+            tuple(
+                Stored(pair[kind], *own[kind::2]) for pair, own in zip(pairs, scales, strict=True)
+            )
+            for kind in (0, 1)
+        )
+        return StoredCache(self.storage, keys, values, positions)
+
+    def named(self, name: str) -> str:
         """A layout's own name for a tensor as it is on the wire."""
         return name if self.stem == "layers" else f"{self.stem}.{name.removeprefix('layers.')}"
 
 
 def check_tensors(header: Header, *sides: Side) -> None:
     """The header must hold exactly the declared tensors. Raises ``Problem`` 422."""
-    expected = {name: (side, side.shape) for side in sides for name in side.names}
+    expected = {name: (side, form) for side in sides for name, form in side.forms.items()}
     if header.tensors.keys() != expected.keys():
         declared = " and ".join(_described(side) for side in sides)
         raise Problem("layer_set", f"{declared}; the body holds {len(header.tensors)}, or others")
@@ -84,17 +137,19 @@ def check_tensors(header: Header, *sides: Side) -> None:
 
 def _described(side: Side) -> str:
     of = " of a probe" if side.stem == "probe" else ""
-    layers, layout = side.geometry.layers, side.layout.value
-    return f"{layers} layers{of} in layout {layout} are {len(side.names)} tensors"
+    layers, layout, storage = side.geometry.layers, side.layout.value, side.storage
+    scales = f" with {storage.scales} scales" if storage.scaled else ""
+    zeros = " and zero points" if storage.zero_points else ""
+    return f"{layers} layers{of} in layout {layout}{scales}{zeros} are {len(side.forms)} tensors"
 
 
-def _check_tensor(spec: TensorSpec, side: Side, shape: tuple[int, ...]) -> None:
+def _check_tensor(spec: TensorSpec, side: Side, form: Form) -> None:
     declared = "declared for the probe are" if side.stem == "probe" else "declared are"
-    if spec.dtype != side.dtype:
-        raise Problem("dtype_unsupported", f"{declared} {side.dtype} tensors, one is {spec.dtype}")
-    if spec.shape != shape:
+    if spec.dtype != form.dtype:
+        raise Problem("dtype_unsupported", f"{declared} {form.dtype} tensors, one is {spec.dtype}")
+    if spec.shape != form.shape:
         raise Problem(
-            "bad_shape", f"{declared} tensors of {list(shape)}, one is {list(spec.shape)}"
+            "bad_shape", f"{declared} tensors of {list(form.shape)}, one is {list(spec.shape)}"
         )
 
 

@@ -153,7 +153,6 @@ class Store:
             artifact = artifacts.load(entry.path)
             if artifact.evidence is None and not self._settings.allow_unproven:
                 raise ArtifactError("the mapper has no evidence of its quality")
-            _refuse_scales(artifact.mapper)
             device, timing = self._settings.device, entry.timing
             entry.put(artifact, self._on_device(lambda: _prepare(artifact, device, timing)))
             entry.why_not_servable = self._why_not_servable(artifact)
@@ -254,13 +253,6 @@ def _try_out(loaded: Loaded, timing: RunningFit) -> None:
             raise ArtifactError("the mapper gives values that are not finite")
 
 
-def _refuse_scales(mapper: Mapper) -> None:
-    # A request has no place for scales, and without them stored numbers are not the cache's.
-    for identity in (mapper.source, mapper.target):
-        if identity.kv_scales != "none":
-            raise ArtifactError(f"caches with {identity.kv_scales} scales are not served")
-
-
 def _side(identity: ModelIdentity | None) -> SideInfo | None:
     if identity is None:
         return None
@@ -271,6 +263,8 @@ def _side(identity: ModelIdentity | None) -> SideInfo | None:
         rope_type=identity.rope.type,
         dtype=identity.dtype,
         kv_dtype=identity.kv_dtype,
+        kv_scales=identity.kv_scales,
+        kv_zero_points=identity.kv_zero_points,
         num_layers=identity.num_layers,
         num_kv_heads=identity.num_kv_heads,
         head_dim=identity.head_dim,

@@ -13,7 +13,9 @@ from mappers.cache import DTYPES, KVCache
 from mappers.errors import NonFinite
 from mappers.layouts import Layout, read_layer, write_layer
 from mappers.probe import translation_error
+from mappers.quantize import INT8_LARGEST, in_turn, quantize
 from mappers.sample import largest
+from mappers.stored import AnyCache, restored
 from service.errors import Problem
 from service.gate import Ruling
 from service.probing import Probing
@@ -25,8 +27,9 @@ from service.worker import Emission
 
 # A rotation adds at most two numbers, and scaling factors (YaRN) lie well below 4.
 ROTARY_MARGIN = 8.0
-# Every float dtype reads this byte, repeated, as NaN: rows that were never written are found.
-POISON = 0xFF
+# Rows that were never written are found: every float dtype reads this byte, repeated, as NaN, and
+# int8 the other as a number that is never stored.
+POISON, INT8_POISON = 0xFF, 0x80
 
 
 class Space(NamedTuple):
@@ -90,13 +93,14 @@ class Translation:
             if not self.proven_finite:  # nothing of it is out, and nobody is to find half of it
                 self._answer.fill_(POISON)
 
-    def _inspect(self, source: KVCache) -> None:
+    def _inspect(self, source: AnyCache) -> None:
         inspection = self._loaded.content.inspect(source, self._request, self._domain)
         self.refusal, self.facts = inspection.reason, inspection.facts
         self.proven_finite = self._bounded(inspection.largest)
 
-    def _compare(self, probing: Probing, source: KVCache, native: KVCache) -> None:
+    def _compare(self, probing: Probing, source: AnyCache, sent: AnyCache) -> None:
         """Have the gate rule again, now that the probe shows how far off the translation is."""
+        native = restored(sent)
         if not bool(largest(native).isfinite().all()):
             self.refusal = "non_finite"
             return
@@ -119,20 +123,16 @@ class Translation:
     def _bounded(self, largest: float) -> bool:
         """Whether no value of the answer can leave the range of its dtype."""
         bound = ROTARY_MARGIN * (self._loaded.gain * largest * ROTARY_MARGIN + self._loaded.offset)
-        return bound < torch.finfo(DTYPES[self.target.dtype]).max
+        return bound < torch.finfo(self._emitted_dtype()).max
 
-    def _translate(self, source: KVCache, emission: Emission) -> None:
+    def _translate(self, source: AnyCache, emission: Emission) -> None:
         side, done = self.target, 0
         parts = self._parts()
         layers = self._loaded.translator.layers(
             source, prefix=self._prefix, tokens=side.geometry.tokens, dtype=self._emitted_dtype()
         )
         for keys, values in layers:
-            write_layer(side.layout, parts, done, keys, values, side.geometry)
-            # Looked at where it leaves from: what was not written is still poison there.
-            written = read_layer(side.layout, parts, done, side.geometry)
-            if not math.isfinite(_largest(written)):
-                raise NonFinite(f"target layer {done} holds values that are not finite")
+            self._write(parts, done, keys, values)
             done += 1
             self.ready_layers = done
             emission.advance(self._final_bytes(done))
@@ -141,19 +141,39 @@ class Translation:
                 "internal_invariant", f"{done} of {side.geometry.layers} layers were translated"
             )
 
+    def _write(self, parts: dict[str, Tensor], layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put a layer where it leaves from, and look at it there: what is missing is poison."""
+        side = self.target
+        if side.storage.eight_bits:
+            stored = [quantize(states, side.storage) for states in (keys, values)]
+            keys, values = (one.numbers for one in stored)
+            for name, scale in zip(side.scale_names(layer), in_turn(stored), strict=True):
+                parts[name].copy_(scale.view(-1).view(torch.uint8))
+        write_layer(side.layout, parts, layer, keys, values, side.geometry)
+        scales = [parts[name].clone().view(torch.float32) for name in side.scale_names(layer)]
+        written = read_layer(side.layout, parts, layer, side.geometry)
+        if not all(map(_sound, (*written, *scales))):
+            raise NonFinite(f"target layer {layer} holds values that are not finite")
+
     @property
     def _answer(self) -> Tensor:
         return self.space.answer[: self.target.nbytes]
 
     def _parts(self) -> dict[str, Tensor]:
-        side = self.target
-        whole = self._answer.fill_(POISON).view(DTYPES[side.dtype])
-        return dict(zip(side.names, whole.view(len(side.names), *side.shape), strict=True))
+        """Views of the answer's tensors by name; of scales their bytes, which are not aligned."""
+        forms = self.target.forms
+        pieces = torch.split(self._answer, [form.nbytes for form in forms.values()])
+        parts = dict(zip(forms, pieces, strict=True))
+        for name, form in forms.items():
+            parts[name].fill_(INT8_POISON if form.dtype == "int8" else POISON)
+            if form.dtype == self.target.storage.dtype:
+                parts[name] = parts[name].view(DTYPES[form.dtype]).view(form.shape)
+        return parts
 
     def _emitted_dtype(self) -> torch.dtype:
-        # float8 is rounded from float32 when it is written; nothing computes in it.
-        dtype = DTYPES[self.target.dtype]
-        return torch.float32 if dtype.itemsize == 1 else dtype
+        # 8-bit numbers are rounded from float32 when they are written; nothing computes in them.
+        storage = self.target.storage
+        return torch.float32 if storage.eight_bits else DTYPES[storage.dtype]
 
     def _final_bytes(self, layers: int) -> int:
         """Bytes from the front that are final when so many layers are written."""
@@ -162,11 +182,9 @@ class Translation:
         return self.target.nbytes * layers // self.target.geometry.layers
 
 
-def _largest(tensors: tuple[Tensor, ...]) -> float:
-    """Largest absolute value of all; NaN where there is one."""
-    extremes = [torch.stack(torch.aminmax(_computable(t))).abs().amax().float() for t in tensors]
-    return float(torch.stack(extremes).amax())
-
-
-def _computable(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.element_size() == 1 else tensor
+def _sound(tensor: Tensor) -> bool:
+    """Whether all of it was written and is finite."""
+    if tensor.dtype == torch.int8:
+        return int(tensor.amin()) >= -INT8_LARGEST
+    extremes = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return all(math.isfinite(float(extreme)) for extreme in extremes)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mappers.cache import DTYPES, KVCache
+from mappers.cache import DTYPES
 from mappers.errors import LayoutError
-from mappers.layouts import Layout
+from mappers.layouts import Layout, scale_names
+from mappers.quantize import Stored, in_turn
+from mappers.stored import AnyCache
 from service import wire
 from service.digest import content_digest
 from service.schemas import Probe, TranslateRequest
@@ -22,8 +24,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Upload:
     """Header bytes, then the tensors in layer order, each [T, H, D]; iterate it for the body.
 
-    A probe's tensors are the last. At most one layer's tensor is copied at a time, and only when it
-    is not contiguous or not in host memory. It can be iterated again, and also asynchronously.
+    Scales and zero points, if there are any, come after their layer; a probe's tensors are the
+    last. At most one layer's tensor is copied at a time, and only when it is not contiguous or not
+    in host memory. It can be iterated again, and also asynchronously.
     """
 
     header: bytes
@@ -31,7 +34,7 @@ class Upload:
 
     @classmethod
     def of(
-        cls, cache: KVCache, request: TranslateRequest, probe: KVCache | None = None
+        cls, cache: AnyCache, request: TranslateRequest, probe: AnyCache | None = None
     ) -> "Upload":
         """Raises LayoutError when ``request`` does not describe ``cache`` and ``probe``."""
         _check(cache, request)
@@ -68,7 +71,7 @@ class Upload:
             yield chunk
 
 
-def announcing(request: TranslateRequest, probe: KVCache | None) -> TranslateRequest:
+def announcing(request: TranslateRequest, probe: AnyCache | None) -> TranslateRequest:
     """The request for a cache that is sent with this probe."""
     if probe is None:
         return request
@@ -80,7 +83,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _check(cache: KVCache, request: TranslateRequest) -> None:
+def _check(cache: AnyCache, request: TranslateRequest) -> None:
     if request.layout is not Layout.NHD:
         raise LayoutError(f"the client sends layout NHD, not {request.layout.value}")
     if request.tokens != cache.tokens:
@@ -93,7 +96,7 @@ def _check(cache: KVCache, request: TranslateRequest) -> None:
         )
 
 
-def _check_probe(probe: KVCache | None, request: TranslateRequest) -> None:
+def _check_probe(probe: AnyCache | None, request: TranslateRequest) -> None:
     announced = 0 if request.probe is None else request.probe.tokens
     given = 0 if probe is None else probe.tokens
     if announced != given:
@@ -102,7 +105,14 @@ def _check_probe(probe: KVCache | None, request: TranslateRequest) -> None:
         raise LayoutError("a probe holds the prompt's first tokens, from position 0 on")
 
 
-def _named(stem: str, cache: KVCache) -> Iterator[tuple[str, Tensor]]:
-    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        yield f"{stem}.{layer}.k", keys
-        yield f"{stem}.{layer}.v", values
+def _named(stem: str, cache: AnyCache) -> Iterator[tuple[str, Tensor]]:
+    for layer in range(cache.num_layers):
+        keys, values = (_stored(side[layer]) for side in (cache.keys, cache.values))
+        names = (f"layers.{layer}.k", f"layers.{layer}.v", *scale_names(layer, zero_points=True))
+        parts = (keys.numbers, values.numbers, *in_turn((keys, values)))
+        for name, part in zip(names, parts, strict=False):  # as many as there are
+            yield name.replace("layers", stem, 1), part
+
+
+def _stored(side: Tensor | Stored) -> Stored:
+    return side if isinstance(side, Stored) else Stored(side)

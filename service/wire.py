@@ -28,6 +28,7 @@ WIRE_DTYPES = {
     "BF16": ("bfloat16", 2),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "I8": ("int8", 1),
 }
 WIRE_NAMES = {name: wire for wire, (name, _) in WIRE_DTYPES.items()}
 ITEM_BYTES = {name: size for name, size in WIRE_DTYPES.values()}
@@ -41,7 +42,9 @@ _MEMBER = re.compile(
     rf'|data_offsets"{_SPACE}:{_SPACE}\[(?P<offsets>{_SPACE}{_NUMBER}{_SPACE},'
     rf"{_SPACE}{_NUMBER}{_SPACE})\]){_SPACE}"
 )
-_TENSOR_NAME = re.compile(r"(?:probe\.)?kv|(?:layers|probe)\.(?:0|[1-9][0-9]{0,3})\.(?:k|v|kv)")
+_TENSOR_NAME = re.compile(
+    r"(?:probe\.)?kv|(?:layers|probe)\.(?:0|[1-9][0-9]{0,3})\.(?:kv|[kv](?:_scale|_zero)?)"
+)
 _TOKENS = {mark: re.compile(_SPACE + re.escape(mark) + _SPACE) for mark in '{}:,"'}
 
 

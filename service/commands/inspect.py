@@ -139,8 +139,10 @@ def _identities(manifest: "Manifest") -> Table:
         side.pop("attention")
         side["rope"] = f"{rope['type']}, theta {rope['theta']:,.0f}"
         side["longest context"] = f"{rope['max_position_embeddings']:,} tokens"
-    for name in source:
-        table.add_row(name.replace("_", " "), str(source[name]), str(target[name]))
+    for name in {**source, **target}:
+        # Only zero points may be left out: by whoever has none.
+        values = (str(side.get(name, False)) for side in (source, target))
+        table.add_row(name.replace("_", " "), *values)
     return table
 
 

@@ -11,10 +11,10 @@ import mappers.demo
 from mappers import corpus
 from mappers.arms import CONTINUATION_TOKENS
 from mappers.artifact import Artifact, load
-from mappers.cache import KVCache
 from mappers.errors import ArtifactError, CorpusError
 from mappers.identity import ModelIdentity
 from mappers.models import LoadedModel, ModelSpec, load_model
+from mappers.stored import AnyCache
 from service.hf import request_for
 from service.schemas import TranslateRequest
 from service.store import artifact_folders
@@ -35,7 +35,7 @@ class Direction:
         """Such as ``small -> large``."""
         return f"{self.source.identity.model} -> {self.target.identity.model}"
 
-    def request(self, cache: Cache, prompt_ids: Tensor) -> tuple[KVCache, TranslateRequest]:
+    def request(self, cache: Cache, prompt_ids: Tensor) -> tuple[AnyCache, TranslateRequest]:
         """The source's cache of ``prompt_ids`` [1, T] as the client sends it."""
         sides = {"source": self.source.identity, "target": self.target.identity}
         return request_for(cache, **sides, prompt_ids=prompt_ids, domain=self.domain)

@@ -19,7 +19,7 @@ from service.metrics import OUTCOMES
 from service.schemas import REASONS
 from service.settings import Settings
 from tests.service.live import ADMIN_TOKEN, LEAKS, assert_problem
-from tests.service.pair import SOURCE, TARGET, Request, document, good, mapper, publish
+from tests.service.pair import Request, document, good, publish
 
 TYPE = {"Content-Type": "application/vnd.safetensors"}
 ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
@@ -225,18 +225,6 @@ def test_without_evidence_a_mapper_is_refused(tmp_path: Path) -> None:
         listed = client.get("/mappers").json()["mappers"][0]
         assert listed["state"] == "failed"
         assert "evidence" in listed["error"]
-
-
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_a_cache_with_scales_is_not_read_without_them(tmp_path: Path, side: str) -> None:
-    scaled = {"kv_dtype": "float8_e4m3fn", "kv_scales": "per_head"}
-    sides = {"source": SOURCE, "target": TARGET}
-    sides[side] = sides[side].model_copy(update=scaled)
-    publish(tmp_path, mapper(**sides))
-    with serving(Settings(artifacts=(tmp_path,))) as client:
-        listed = client.get("/mappers").json()["mappers"][0]
-        assert listed["state"] == "failed"
-        assert "per_head scales" in listed["error"]
 
 
 def test_unproven_answers_are_marked(tmp_path: Path) -> None:

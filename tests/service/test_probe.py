@@ -19,6 +19,7 @@ from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.layouts import Geometry, Layout, read, write
 from mappers.manifest import ManifestFacts
 from mappers.probe import PROBE_TOKENS, ProbeQueries, translation_error
+from mappers.quantize import Storage
 from mappers.translate import Translator
 from service.client import AsyncClient, Client, Reprefill, Translated
 from service.schemas import TranslateRequest
@@ -313,7 +314,7 @@ def test_a_session_pays_for_what_was_certified_in_the_end(probed: Path) -> None:
 
 
 def test_a_tensor_that_does_not_begin_at_a_whole_number_is_read_all_the_same() -> None:
-    side = Side(Layout.NHD, Geometry(1, 1, 1, 2), "float32", "probe")
+    side = Side(Layout.NHD, Geometry(1, 1, 1, 2), Storage("float32"), "probe")
     wanted = torch.tensor([[[1.5, -2.0]]]), torch.tensor([[[3.0, 4.0]]])
     before = torch.zeros(3, dtype=torch.uint8)
     data = torch.cat([before, *(tensor.view(-1).view(torch.uint8) for tensor in wanted)])
