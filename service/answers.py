@@ -7,10 +7,10 @@ from starlette.responses import JSONResponse, Response
 from service.call import Judged
 from service.gate import DETAILS, Ruling
 from service.policy import Policy
-from service.schemas import Receipt, Reprefill, ShadowRequest, TranslateRequest
+from service.schemas import BufferReceipt, Receipt, Reprefill, ShadowRequest, TranslateRequest
 from service.side import Side
 from service.transport import Approved
-from service.wire import write_header
+from service.wire import described, laid_out, write_header
 
 SAFETENSORS = "application/vnd.safetensors"
 
@@ -40,11 +40,22 @@ def reprefill(judged: Judged, reason: str) -> Response:
 def translated_head(approved: Approved, target: Side) -> tuple[bytes, dict[str, str]]:
     """The safetensors header that carries the receipt, and the HTTP headers."""
     receipt = _receipt(approved.judged, target, approved.shadow)
-    tensors = [(name, *form) for name, form in target.forms.items()]
-    head, _ = write_header(tensors, {"kvt": receipt.model_dump_json()})
+    head, _ = write_header(target.tensors, {"kvt": receipt.model_dump_json()})
     length = str(len(head) + target.nbytes)
     kind = {"Content-Type": SAFETENSORS, "Content-Length": length}
     return head, {**_translated(approved), **kind}
+
+
+def translated_receipt(approved: Approved, buffer: str) -> Response:
+    """The receipt of a translation that lies in its caller's buffer."""
+    target = approved.running.work.target
+    specs, _ = laid_out(target.tensors)
+    receipt = BufferReceipt(
+        **_receipt(approved.judged, target, approved.shadow).model_dump(),
+        buffer=buffer,
+        tensors={name: described(spec) for name, spec in specs.items()},
+    )
+    return JSONResponse(receipt.model_dump(mode="json"), headers=_translated(approved))
 
 
 def _translated(approved: Approved) -> dict[str, str]:

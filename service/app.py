@@ -8,12 +8,13 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import start_http_server
 
-from service import health, openapi, problems, routes
+from service import buffer_routes, health, openapi, problems, routes
 from service.breaker_metrics import BreakerCollector
 from service.context import RequestContext
 from service.guards import Guards
 from service.metrics import Metrics
 from service.settings import Settings
+from service.sharing import sharing_of
 from service.state import Service
 from service.store import Store
 from service.worker import Worker
@@ -36,10 +37,12 @@ def create_app(settings: Settings) -> FastAPI:
     metrics = Metrics(version=health.current_version())
     worker = Worker(settings, metrics)
     store = Store(settings, worker.on_device)
-    service = Service(settings, metrics, store, worker, Guards(settings))
+    sharing = sharing_of(settings, metrics)
+    service = Service(settings, metrics, store, worker, Guards(settings), sharing)
     app.state.service = service
     metrics.registry.register(BreakerCollector(store, service.guards))
     app.include_router(routes.router)
+    app.include_router(buffer_routes.router)
     app.include_router(health.router)
     if settings.metrics_port is None:
         app.include_router(health.metrics_router)
@@ -54,7 +57,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     loading = asyncio.create_task(_load(service))
     with _metrics_server(service):
-        yield
+        async with service.sharing.running() if service.sharing else contextlib.nullcontext():
+            yield
     await loading
     service.worker.stop()
     service.guards.close()

@@ -81,6 +81,7 @@ async def info(service: TheService) -> Info:
         max_kl=settings.max_kl,
         alpha=settings.alpha,
         delta=settings.delta,
+        buffers=settings.buffers is not None,
         queue_requests=settings.queue_requests,
         max_body_bytes=settings.max_body_bytes,
         max_header_bytes=settings.max_header_bytes,

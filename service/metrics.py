@@ -78,6 +78,10 @@ class Metrics:
         self.in_flight_bytes = Gauge(
             "kvt_in_flight_bytes", "Memory of requests in flight", registry=registry
         )
+        self.buffer_leases = Gauge("kvt_buffer_leases", "Leases of buffers", registry=registry)
+        self.buffer_bytes = Gauge(
+            "kvt_buffer_bytes", "Memory of all leases, fetched or not", registry=registry
+        )
         self.queue_depth = Gauge(
             "kvt_queue_depth", "Translations that wait for the device", registry=registry
         )

@@ -12,7 +12,15 @@ from service.answers import SAFETENSORS
 from service.errors import CODES
 from service.feedback import Feedback
 from service.problems import MEDIA_TYPE
-from service.schemas import ProblemBody, Receipt, Reprefill, TranslateRequest
+from service.schemas import (
+    BufferAsk,
+    BufferReceipt,
+    BufferRequest,
+    ProblemBody,
+    Receipt,
+    Reprefill,
+    TranslateRequest,
+)
 from service.tail_feedback import TailFeedback
 
 JSON = "application/json"
@@ -27,6 +35,11 @@ EXAMPLE_REQUEST: dict[str, Any] = {
     "max_native_tail": 512,
     "reprefill_ms": 850.0,
     "prefix_token_ids": [1, 4093],
+}
+_EXAMPLE_BUFFERS: dict[str, Any] = {
+    **EXAMPLE_REQUEST,
+    "source": {**EXAMPLE_REQUEST["source"], "buffer": "0f" * 16},
+    "target": {**EXAMPLE_REQUEST["target"], "buffer": "1e" * 16},
 }
 _EXAMPLE_REPREFILL = {
     "decision": "reprefill",
@@ -70,7 +83,10 @@ the same shape, from -128 to 127; otherwise zero is 0.
 
 A request with a `probe` holds the target's own KV of the first 64 tokens as well, in the form of
 the answer, under the same names with `probe` in place of `layers` (`probe.{i}.k`, ...,
-`probe.{i}.k_scale`, ..., `probe.kv`)."""
+`probe.{i}.k_scale`, ..., `probe.kv`).
+
+Where the service has buffers, a request whose caches lie in two of them is the document alone, as
+JSON (schema `BufferRequest`)."""
 _BODY_EXAMPLE = (
     '\\x10\\x02\\x00\\x00\\x00\\x00\\x00\\x00{"__metadata__":{"kvt":"{\\"source\\":{...},'
     '\\"target\\":{...},\\"tokens\\":2,\\"layout\\":\\"NHD\\"}"},"layers.0.k":{"dtype":"BF16",'
@@ -78,7 +94,8 @@ _BODY_EXAMPLE = (
 )
 _ANSWER_TEXT = """Translated: safetensors, tensors in the order of the layers, a layer's scales and
 zero points after it, sent while later ones are computed. `__metadata__.kvt` is the `Receipt` as a
-string. Re-prefill: JSON, no tensors."""
+string. In buffers the tensors lie there, and the answer is the `BufferReceipt`. Re-prefill: JSON,
+no tensors."""
 _ANSWER_EXAMPLE = _BODY_EXAMPLE.replace(
     '\\"source\\":{...},\\"target\\":{...}', '\\"decision\\":\\"translate\\",\\"native_tail\\":1'
 )
@@ -155,6 +172,9 @@ _TENSOR_CODES = (
     "dtype_unsupported",
     "layout_error",
     "overloaded",
+    "buffer_not_found",
+    "buffer_in_use",
+    "bad_buffer",
     "out_of_memory",
     "internal",
     "internal_invariant",
@@ -167,7 +187,11 @@ TRANSLATE: dict[str, Any] = {
         "requestBody": {
             "required": True,
             "description": _BODY_TEXT,
-            "content": {SAFETENSORS: _binary(_BODY_EXAMPLE), OCTETS: _binary(_BODY_EXAMPLE)},
+            "content": {
+                SAFETENSORS: _binary(_BODY_EXAMPLE),
+                OCTETS: _binary(_BODY_EXAMPLE),
+                JSON: {"schema": _ref(BufferRequest), "example": _EXAMPLE_BUFFERS},
+            },
         }
     },
     "responses": {
@@ -176,7 +200,10 @@ TRANSLATE: dict[str, Any] = {
             "headers": _ANSWER_HEADERS,
             "content": {
                 SAFETENSORS: _binary(_ANSWER_EXAMPLE),
-                JSON: {"schema": _ref(Reprefill), "example": _EXAMPLE_REPREFILL},
+                JSON: {
+                    "schema": {"anyOf": [_ref(Reprefill), _ref(BufferReceipt)]},
+                    "example": _EXAMPLE_REPREFILL,
+                },
             },
         },
         **_problems((*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, *_TENSOR_CODES)),
@@ -226,6 +253,32 @@ FEEDBACK: dict[str, Any] = {
     ),
 }
 READ_ONE: dict[str, Any] = {"responses": _problems(("mapper_not_found",))}
+_LEASE_CODES = ("buffers_off", "buffer_not_found")
+LEASE: dict[str, Any] = {
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {JSON: {"schema": _ref(BufferAsk), "example": {"nbytes": 1 << 20}}},
+        }
+    },
+    "responses": _problems(
+        (
+            *_DOCUMENT_CODES,
+            *_MEDIA_CODES,
+            "bad_request",
+            "buffers_off",
+            "buffer_too_large",
+            "buffer_budget",
+            "out_of_memory",
+            "draining",
+        )
+    ),
+}
+BUFFER: dict[str, Any] = {"responses": _problems(_LEASE_CODES)}
+RELEASE: dict[str, Any] = {
+    "response_model": None,
+    "responses": _problems((*_LEASE_CODES, "buffer_in_use")),
+}
 ADMIN: dict[str, Any] = {
     "responses": _problems(("unauthorized", "admin_off", "mapper_not_found", "busy", "internal"))
 }
@@ -242,6 +295,9 @@ def install(app: FastAPI) -> None:
             known = schema.setdefault("components", {}).setdefault("schemas", {})
             for model in (
                 TranslateRequest,
+                BufferRequest,
+                BufferReceipt,
+                BufferAsk,
                 Receipt,
                 Reprefill,
                 ProblemBody,

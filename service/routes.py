@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -12,16 +13,18 @@ from service import openapi, pipeline
 from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
 from service.body_transport import BodyTransport
+from service.buffer_transport import BufferTransport
 from service.call import Call
 from service.digest import ContentDigest
 from service.errors import Problem
 from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt
 from service.ledger import Ledger
 from service.openapi import JSON, OCTETS
-from service.schemas import MapperInfo, MapperList, Plan, read_request
+from service.schemas import MapperInfo, MapperList, Plan, TranslateRequest, read_document
 from service.state import Service, service_of
 from service.store import Entry
 from service.tail_feedback import SuffixReceipt, TailFeedback, read_posted
+from service.transport import Transport
 
 MAX_DOCUMENT_BYTES = 64 * 1024
 
@@ -37,26 +40,34 @@ async def translate(request: Request, service: TheService) -> Response:
     Whoever treats everything but `200` with `KVT-Decision: translate` as "re-prefill" is right.
     """
     with Ledger(service.metrics, request.scope["kvt.facts"]) as ledger:
-        body, declared = _open(request, service, (SAFETENSORS, OCTETS))
-        request_id, client = request.scope["kvt.request_id"], _client(request, service)
+        transports = _transports(service)
+        body, declared = _open(request, service, tuple(transports))
+        request_id, client = request.scope["kvt.request_id"], client_of(request, service)
         call = Call(service, body, declared, request_id, client, ledger)
         try:
-            return await pipeline.translate(call, BodyTransport.read)
+            return await pipeline.translate(call, transports[_media_type(request)])
         except ClientGone:
             ledger.close("disconnected", "client_disconnect")
             return Response(status_code=499)
+
+
+def _transports(service: Service) -> dict[str, Callable[[Call], Awaitable[Transport]]]:
+    """How a request of each content type comes in."""
+    found: dict[str, Callable[[Call], Awaitable[Transport]]] = {
+        SAFETENSORS: BodyTransport.read,
+        OCTETS: BodyTransport.read,
+    }
+    if service.sharing is not None:
+        found[JSON] = BufferTransport.read
+    return found
 
 
 @router.post("/translate/plan", **openapi.PLAN)
 @router.post("/v1/translate/plan", include_in_schema=False)
 async def plan(request: Request, service: TheService) -> Plan:
     """What would become of this request: the same document, without tensors."""
-    raw = await _document(request, service, MAX_DOCUMENT_BYTES)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Problem("bad_document", "the request document is not UTF-8") from error
-    return pipeline.plan(service, read_request(text), _client(request, service))
+    raw = await small_document(request, service, MAX_DOCUMENT_BYTES)
+    return pipeline.plan(service, read_document(TranslateRequest, raw), client_of(request, service))
 
 
 @router.get("/mappers")
@@ -83,7 +94,7 @@ async def feedback(request: Request, service: TheService) -> FeedbackReceipt | S
     try:
         if (bearer := service.settings.feedback_token) is not None:
             _bearer(request, bearer)
-        posted = read_posted(await _document(request, service, MAX_FEEDBACK_BYTES))
+        posted = read_posted(await small_document(request, service, MAX_FEEDBACK_BYTES))
         token = request.headers.get("kvt-feedback-token", "")
         if isinstance(posted, TailFeedback):
             return _judge_tail(service, posted, token)
@@ -145,12 +156,16 @@ def _info(service: Service, entry: Entry) -> MapperInfo:
     return entry.info().model_copy(update={"breakers": breakers})
 
 
-def _client(request: Request, service: Service) -> str:
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def client_of(request: Request, service: Service) -> str:
     """What our books call the caller."""
     return service.guards.client(request.client.host if request.client else None)
 
 
-async def _document(request: Request, service: Service, limit_bytes: int) -> bytes:
+async def small_document(request: Request, service: Service, limit_bytes: int) -> bytes:
     """A small JSON body."""
     body, _ = _open(request, service, (JSON,))
     try:
@@ -161,8 +176,7 @@ async def _document(request: Request, service: Service, limit_bytes: int) -> byt
 
 def _open(request: Request, service: Service, accepted: tuple[str, ...]) -> tuple[Body, int | None]:
     """Judge the request by its headers, before any byte of the body is asked for."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in accepted:
+    if _media_type(request) not in accepted:
         raise Problem("unsupported_media_type", f"accepted: {', '.join(accepted)}")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise Problem("unsupported_encoding", "send the body as it is")

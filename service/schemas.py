@@ -1,13 +1,12 @@
 """The documents of the HTTP interface, as they are read and as they are answered."""
 
 import json
-from typing import Annotated, Literal, NoReturn, Self
+from typing import Annotated, Literal, NoReturn, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -119,6 +118,54 @@ class TranslateRequest(BaseModel):
         return next((layout for layout in Layout if layout == value), value)
 
 
+BufferId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="Id of a lease.")]
+
+
+class LeasedClaim(IdentityClaim):
+    """One side of a pair whose cache lies in a buffer."""
+
+    buffer: BufferId
+
+
+class BufferRequest(TranslateRequest):
+    """A request whose caches lie in two buffers of the caller, and not in a body.
+
+    The source's tensors, and after them a probe's, lie end to end from byte 0 in the order in which
+    the body would hold them. The target's are written likewise.
+    """
+
+    source: LeasedClaim
+    target: LeasedClaim
+
+
+class BufferAsk(BaseModel):
+    """What to lease."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    nbytes: int = Field(ge=1, le=1 << 40, description="Bytes of data.")
+    kind: Literal["host"] = "host"
+
+
+class BufferInfo(BaseModel):
+    """A lease. Its memory comes over the Unix socket ``socket``: connect (SOCK_SEQPACKET), send the
+    ``id``, receive ``ok`` and one descriptor of ``file_bytes`` bytes, and map it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: BufferId
+    kind: Literal["host"] = "host"
+    nbytes: int
+    file_bytes: int = Field(description="Size of the file: the data and one page.")
+    progress_offset: int = Field(
+        description="Where a little-endian u64 says how many target layers are ready."
+    )
+    expires_seconds: float = Field(description="Until it ends, if nobody uses it.")
+    ttl_seconds: float = Field(description="The same, after each use.")
+    in_use: bool
+    socket: str
+
+
 class ShadowRequest(BaseModel):
     """The caller is asked to measure the KL of this answer and to post it to ``/feedback``."""
 
@@ -176,6 +223,23 @@ class Receipt(Certified):
     guarantee: str
     token_ids_sha256: str | None
     shadow: ShadowRequest | None = None
+
+
+class TensorPlace(BaseModel):
+    """A tensor as a safetensors header describes it; offsets count from byte 0 of the buffer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class BufferReceipt(Receipt):
+    """The answer when the target's cache lies in a buffer: the receipt, and what is where."""
+
+    buffer: BufferId
+    tensors: dict[str, TensorPlace]
 
 
 class Reprefill(BaseModel):
@@ -291,6 +355,7 @@ class Info(BaseModel):
     max_kl: float
     alpha: float
     delta: float
+    buffers: bool = Field(False, description="Whether shared memory can be leased.")
     queue_requests: int
     max_body_bytes: int
     max_header_bytes: int
@@ -307,11 +372,23 @@ class Health(BaseModel):
     mappers: dict[str, str] = Field(default_factory=dict)
 
 
-_REQUEST = TypeAdapter(TranslateRequest)
+Document = TypeVar("Document", bound=BaseModel)
 
 
 def read_request(text: str) -> TranslateRequest:
     """Parse and check a request document. Raises ``Problem`` 400 or 422; quotes nothing of it."""
+    return _read(TranslateRequest, text)
+
+
+def read_document(kind: type[Document], raw: bytes) -> Document:
+    """The same for a document that is a body of its own."""
+    try:
+        return _read(kind, raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise Problem("bad_document", "the request document is not UTF-8") from error
+
+
+def _read(kind: type[Document], text: str) -> Document:
     if len(text) > MAX_DOCUMENT_CHARS:
         raise Problem("bad_document", f"at most {MAX_DOCUMENT_CHARS} characters are read")
     _check_depth(text)
@@ -320,7 +397,7 @@ def read_request(text: str) -> TranslateRequest:
     except ValueError as error:
         raise Problem("bad_json", "the request document is not JSON") from error
     try:
-        return _REQUEST.validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise Problem("bad_document", _first_fault(error), errors=_faults(error)) from error
 
@@ -351,7 +428,7 @@ def _no_constants(name: str) -> NoReturn:
 
 _OWN_NAMES = frozenset(
     name
-    for model in (TranslateRequest, IdentityClaim, TokenSample, Probe)
+    for model in (TranslateRequest, LeasedClaim, TokenSample, Probe, BufferAsk)
     for name in model.model_fields
 )
 # The text of these may hold what was sent, or comes from our own validators.

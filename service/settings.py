@@ -50,6 +50,13 @@ class Settings(BaseSettings, Policy):
     feedback_token: SecretStr | None = Field(
         None, min_length=16, description="Bearer token that /feedback asks for as well."
     )
+    buffers: Path | None = Field(
+        None, description="Unix socket that hands shared memory out; buffers are off without it."
+    )
+    buffer_uids: tuple[int, ...] = Field((), description="Users who may ask, beside our own.")
+    buffer_bytes: int = Field(32 * 1024 * MIB, ge=1, description="Memory for all buffers.")
+    buffer_client_bytes: int = Field(16 * 1024 * MIB, ge=1, description="Most of it for a client.")
+    buffer_seconds: float = Field(300, gt=0, description="A buffer that nobody uses ends then.")
     max_sessions: int = Field(100_000, ge=1, description="Sessions whose drift is remembered.")
     session_seconds: float = Field(86_400, gt=0, description="An idle session is forgotten.")
 

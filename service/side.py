@@ -84,6 +84,11 @@ class Side:
         return [self.named(name) for name in found]
 
     @property
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of each, in the order in which they lie."""
+        return [(name, *form) for name, form in self.forms.items()]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(form.nbytes for form in self.forms.values())

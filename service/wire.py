@@ -92,21 +92,30 @@ def write_header(
 
     The bytes are padded with spaces to a multiple of 8, so that the data after them are aligned.
     """
+    specs, nbytes = laid_out(tensors)
+    document: dict[str, object] = {"__metadata__": dict(metadata)}
+    document |= {name: described(spec) for name, spec in specs.items()}
+    raw = json.dumps(document, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % LENGTH_BYTES)
+    prefix = len(raw).to_bytes(LENGTH_BYTES, "little")
+    return prefix + raw, Header(specs, dict(metadata), nbytes)
+
+
+def laid_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+) -> tuple[dict[str, TensorSpec], int]:
+    """Where tensors (name, dtype by our name, shape) lie, end to end from 0, and where they end."""
     specs: dict[str, TensorSpec] = {}
     offset = 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * ITEM_BYTES[dtype]
         specs[name] = TensorSpec(dtype, shape, offset, end)
         offset = end
-    document: dict[str, object] = {"__metadata__": dict(metadata)}
-    document |= {name: _described(spec) for name, spec in specs.items()}
-    raw = json.dumps(document, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % LENGTH_BYTES)
-    prefix = len(raw).to_bytes(LENGTH_BYTES, "little")
-    return prefix + raw, Header(specs, dict(metadata), offset)
+    return specs, offset
 
 
-def _described(spec: TensorSpec) -> dict[str, object]:
+def described(spec: TensorSpec) -> dict[str, object]:
+    """A tensor as a safetensors header has it."""
     return {
         "dtype": WIRE_NAMES[spec.dtype],
         "shape": list(spec.shape),

@@ -123,6 +123,13 @@ _GROUPS = {
         "feedback_seconds",
         "feedback_token",
     ),
+    "Shared memory for clients on this host": (
+        "buffers",
+        "buffer_uids",
+        "buffer_bytes",
+        "buffer_client_bytes",
+        "buffer_seconds",
+    ),
     "Operation": ("admin_token", "log_level", "log_json", "drain_seconds", "drain_notice_seconds"),
 }
 # Settings that have more than one value in them.

@@ -52,6 +52,7 @@ def translate(
         artifacts=artifact,
         log_level="error",
         state=None,  # which may be a server's,
+        buffers=None,  # and so may this,
         shadow_rate=0,  # and nobody could report to a process that has ended
         **{name: value for name, value in given.items() if value is not None},
     )

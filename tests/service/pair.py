@@ -111,8 +111,20 @@ def cache(
     tokens: int, *, seed: int = 0, start_position: int = 0, dtype: str = WIRE_DTYPE
 ) -> KVCache:
     """A source cache of noise."""
+    return cache_of(SOURCE, tokens, seed=seed, start_position=start_position, dtype=dtype)
+
+
+def cache_of(
+    model: ModelIdentity,
+    tokens: int,
+    *,
+    seed: int = 0,
+    start_position: int = 0,
+    dtype: str = WIRE_DTYPE,
+) -> KVCache:
+    """The same of any model."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (SOURCE.num_layers, 2, tokens, SOURCE.num_kv_heads, SOURCE.head_dim)
+    shape = (model.num_layers, 2, tokens, model.num_kv_heads, model.head_dim)
     noise = torch.randn(shape, generator=generator).to(DTYPES[dtype])
     return KVCache(tuple(noise[:, 0]), tuple(noise[:, 1]), consecutive(tokens, start_position))
 

@@ -57,7 +57,7 @@ def test_openapi_is_complete(client: TestClient) -> None:
         assert reference.removeprefix("#/components/schemas/") in api["components"]["schemas"]
     post = api["paths"]["/translate"]["post"]
     binary = ("application/vnd.safetensors", "application/octet-stream")
-    assert set(post["requestBody"]["content"]) == set(binary)
+    assert set(post["requestBody"]["content"]) == {*binary, "application/json"}
     for kind in binary:
         assert post["requestBody"]["content"][kind]["examples"]
     answers = post["responses"]["200"]["content"]

@@ -1,0 +1,161 @@
+"""The Unix socket over which the memory of a lease changes hands, and both of its ends.
+
+HTTP cannot carry a descriptor, so a client sends the id of its lease here, in one message of a
+``SOCK_SEQPACKET`` connection, and gets back one message with one descriptor (SCM_RIGHTS), or the
+code of a refusal. The kernel says who is asking (SO_PEERCRED): our own user, and those that the
+settings name. A message that is anything but an id ends the connection; descriptors that come with
+it are never received, because no room is offered for them.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from mappers.errors import KVTranslatorError
+from service.buffers import LEASE_ID, Buffers
+from service.errors import CODES, Problem
+from service.memfd import SharedMemory, attach
+
+ID_BYTES = 32
+OK = b"ok"
+REPLY_BYTES = 64
+MESSAGE_SECONDS = 2.0
+MAX_CONNECTIONS = 32
+CLIENT_SECONDS = 30.0
+"""A client waits while pages are allocated, which takes a second for several GiB."""
+
+_NONBLOCKING = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+
+
+class SocketError(KVTranslatorError):
+    """The socket cannot be opened where the settings say."""
+
+    code = "socket_error"
+
+
+class NotHandedOver(KVTranslatorError):
+    """A client did not get the memory of its lease: not this host, another user, or too late."""
+
+    code = "not_handed_over"
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    size = struct.calcsize("iII")
+    _, uid, _ = struct.unpack(
+        "iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return int(uid)
+
+
+class BufferSocket:
+    """The service's end. Raises SocketError; ``uids`` may ask beside our own user."""
+
+    def __init__(
+        self,
+        path: Path,
+        buffers: Buffers,
+        uids: tuple[int, ...] = (),
+        peer_uid: Callable[[socket.socket], int] = peer_uid,
+    ) -> None:
+        self._path, self._buffers, self._peer_uid = path, buffers, peer_uid
+        self._uids = {os.geteuid(), *uids}
+        self._listener = _listen(path, shared=bool(uids))
+        self._inode = os.stat(path).st_ino
+        self._connections = 0
+
+    async def serve(self) -> None:
+        """Hand over until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(self._listener)
+                except OSError:
+                    await asyncio.sleep(0.1)  # out of descriptors; others will close theirs
+                    continue
+                if self._connections >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._connections += 1
+                tasks.create_task(self._serve_one(connection))
+
+    def close(self) -> None:
+        """Stop listening, and leave no file behind unless another service has replaced it."""
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            if os.stat(self._path).st_ino == self._inode:
+                self._path.unlink()
+
+    async def _serve_one(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError, TimeoutError):
+                await self._hand_over(connection)
+        finally:
+            self._connections -= 1
+
+    async def _hand_over(self, connection: socket.socket) -> None:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            message = await asyncio.get_running_loop().sock_recv(connection, ID_BYTES + 1)
+        uid, lease_id = self._peer_uid(connection), message.decode("ascii", "replace")
+        if uid not in self._uids:
+            connection.send(b"wrong_user")
+            return
+        if not LEASE_ID.fullmatch(lease_id):
+            return
+        try:
+            memory = await self._buffers.fetch(lease_id, uid)
+        except Problem as problem:
+            connection.send(problem.code.encode())
+            return
+        socket.send_fds(connection, [OK], [memory.descriptor])
+
+
+def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
+    """The client's end: the memory of its lease. Raises NotHandedOver, or BadMemory."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(CLIENT_SECONDS)
+            connection.connect(path)
+            connection.send(lease_id.encode())
+            message, descriptors, flags, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+    except OSError as error:
+        raise NotHandedOver(f"the socket of the buffers: {error.strerror or 'too slow'}") from error
+    if message == OK and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
+        return attach(descriptors[0], nbytes)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    refusal = message.decode("ascii", "replace")
+    said = refusal if refusal in ("wrong_user", *CODES) else "no memory came"
+    raise NotHandedOver(f"the socket of the buffers: {said}")
+
+
+def _listen(path: Path, *, shared: bool) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, _NONBLOCKING)
+    try:
+        _clear(path)
+        # Before bind, so that the file never has wider rights than it is to have (Linux).
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
+        if shared:
+            path.chmod(0o666)  # who may ask is decided by the user id
+        listener.listen(MAX_CONNECTIONS)
+    except OSError as error:
+        listener.close()
+        raise SocketError(f"buffers: the socket cannot be opened: {error.strerror}") from error
+    return listener
+
+
+def _clear(path: Path) -> None:
+    """Remove what a service that was killed has left; never a file, nor a socket that is served."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
