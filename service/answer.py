@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -21,7 +21,7 @@ from mappers.layouts import Geometry, Layout
 from mappers.stored import AnyCache, restored
 from service import wire
 from service.errors import Problem
-from service.schemas import Receipt, TranslateRequest
+from service.schemas import BufferReceipt, Receipt, TranslateRequest
 from service.side import Form, Side
 from service.upload import CONTENT_TYPE, memory_of
 
@@ -41,12 +41,15 @@ class Translated:
 
     ``stored`` is what came: 8-bit numbers with their scales, if the request asked for that.
     ``tail_token`` is there when the service can judge the answer by the likelihood of that rest.
+    ``transport`` is the way it came: by ``buffers``, it lies in the target's and is overwritten by
+    the next translation through the same ones.
     """
 
     stored: AnyCache
     receipt: Receipt
     answer_id: str = ""
     tail_token: str | None = None
+    transport: Literal["body", "buffers"] = "body"
 
     @cached_property
     def cache(self) -> KVCache:
@@ -103,6 +106,37 @@ def open_answer(status: int, headers: Mapping[str, str], request: TranslateReque
     if kind != CONTENT_TYPE:
         raise BadAnswer(f"a translation comes as {CONTENT_TYPE}, this answer does not")
     return _Tensors(request, headers)
+
+
+def translated_in(
+    memory: Tensor,
+    buffer: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    request: TranslateRequest,
+) -> Translated:
+    """A translation that lies in uint8 ``memory``, the caller's lease ``buffer``, as views of it.
+
+    Values are not looked at again: the service has, where they lie. Raises BadAnswer.
+    """
+    try:
+        receipt = BufferReceipt.model_validate_json(body)
+    except ValidationError as error:
+        raise BadAnswer("the answer has no valid receipt") from error
+    _check_receipt(receipt, request)
+    if receipt.buffer != buffer:
+        raise BadAnswer("the answer is about another buffer")
+    header = _header_of(receipt)
+    side = _checked_side(header, receipt, request)
+    if wire.laid_out(side.tensors) != (header.tensors, header.data_bytes):
+        raise BadAnswer("the answer's tensors do not lie end to end")
+    if header.data_bytes > len(memory):
+        raise BadAnswer("the answer's tensors are larger than their buffer")
+    try:
+        stored = side.read(memory, header.tensors, receipt.start_position)
+    except Problem as problem:
+        raise BadAnswer(f"the answer is not readable: {problem.detail}") from problem
+    return Translated(stored, receipt, *_tokens(headers), transport="buffers")
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Reprefill:
@@ -188,13 +222,7 @@ class _Tensors:
             stored = self._side.assembled(self._tensors, self._receipt.start_position)
         except LayoutError as error:
             raise BadAnswer(f"the answer's scales cannot be used: {error}") from error
-        judged = self._headers.get("kvt-suffix") == "accepted"
-        return Translated(
-            stored,
-            self._receipt,
-            self._headers.get("kvt-answer-id", ""),
-            self._headers.get("kvt-feedback-token") if judged else None,
-        )
+        return Translated(stored, self._receipt, *_tokens(self._headers))
 
     def _collect(self, rest: memoryview) -> int:
         taken = min(len(rest), self._head_bytes - len(self._head))
@@ -236,6 +264,26 @@ class _Tensors:
         if self._filled == len(view):
             self._at, self._filled = self._at + 1, 0
         return taken
+
+
+def _tokens(headers: Mapping[str, str]) -> tuple[str, str | None]:
+    """The answer's id, and the token to have its tail judged with."""
+    judged = headers.get("kvt-suffix") == "accepted"
+    return headers.get("kvt-answer-id", ""), headers.get("kvt-feedback-token") if judged else None
+
+
+def _header_of(receipt: BufferReceipt) -> wire.Header:
+    """What the header of a body with these tensors would be."""
+    try:
+        tensors = {
+            name: wire.TensorSpec(
+                wire.WIRE_DTYPES[place.dtype][0], tuple(place.shape), *place.data_offsets
+            )
+            for name, place in receipt.tensors.items()
+        }
+    except KeyError as error:
+        raise BadAnswer("the answer's tensors have a dtype that no cache has") from error
+    return wire.Header(tensors, {}, max((spec.end for spec in tensors.values()), default=0))
 
 
 def _receipt(header: wire.Header) -> Receipt:

@@ -14,6 +14,8 @@ by the time that it could be sent again the target could have prefilled.
 """
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,6 +34,7 @@ from service.answer import (
     refusal,
     unreachable,
 )
+from service.buffer_pair import Ask, BufferPair, Steps
 from service.feedback import FeedbackReceipt, Lists, posted_feedback
 from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
 from service.tail_feedback import Suffix, SuffixReceipt, posted_tail
@@ -42,6 +45,7 @@ __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Tr
 TIMEOUT = httpx.Timeout(60.0, connect=5.0)
 _HEADERS = {"accept-encoding": "identity"}
 Document = TypeVar("Document", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 class NotTranslated(KVTranslatorError):
@@ -79,28 +83,61 @@ class Client:
         request: TranslateRequest,
         *,
         probe: AnyCache | None = None,
+        buffers: BufferPair | None = None,
         strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
 
         Both are stored as ``request`` says (``mappers.stored.store`` makes 8-bit numbers).
         ``probe`` is the target's own KV of the first tokens, [64, H_t, D_t] a layer: the bound gets
-        sharper, and those tokens of the answer are exactly these. Raises LayoutError when
-        ``request`` does not describe ``cache``; with ``strict``, NotTranslated instead of returning
-        Reprefill.
+        sharper, and those tokens of the answer are exactly these. With
+        ``buffers`` it goes through shared memory where that can be had, and through the body where
+        not. Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
+        NotTranslated instead of returning Reprefill.
         """
         request = announcing(request, probe)
-        upload = Upload.of(cache, request, probe)
-        digest = upload.digest_headers() if self._digest else {}
-        headers = {**_HEADERS, **upload.headers, **digest}
+        outcome: Outcome | None = None
         try:
-            with self._http.stream(
-                "POST", "/translate", content=iter(upload), headers=headers
-            ) as response:
-                outcome = self._read(response, request)
+            if buffers is not None:
+                outcome = self._through(buffers.translate(cache, request, probe))
+            if outcome is None:
+                outcome = self._by_body(Upload.of(cache, request, probe), request)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
+
+    @contextlib.contextmanager
+    def buffers(self, *, socket: str | None = None) -> Iterator[BufferPair]:
+        """Shared memory for translations in this block, leased when first used, given back at the
+        end. ``socket`` overrides where the service says that its socket is."""
+        pair = BufferPair(socket)
+        try:
+            yield pair
+        finally:
+            with contextlib.suppress(httpx.HTTPError):  # the leases end by themselves
+                self._through(pair.release())
+
+    def _by_body(self, upload: Upload, request: TranslateRequest) -> Outcome:
+        digest = upload.digest_headers() if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
+        with self._http.stream(
+            "POST", "/translate", content=iter(upload), headers=headers
+        ) as response:
+            return self._read(response, request)
+
+    def _through(self, steps: Steps[Result]) -> Result:
+        """Do what a generator asks for, until it has its result."""
+        found: Any = None
+        while True:
+            try:
+                step = steps.send(found)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            if isinstance(step, Ask):
+                found = self._http.request(step.method, step.path, json=step.document)
+            else:
+                found = step()
 
     def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
         try:
@@ -201,21 +238,51 @@ class AsyncClient:
         request: TranslateRequest,
         *,
         probe: AnyCache | None = None,
+        buffers: BufferPair | None = None,
         strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""
         request = announcing(request, probe)
-        upload = Upload.of(cache, request, probe)
-        digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
-        headers = {**_HEADERS, **upload.headers, **digest}
+        outcome: Outcome | None = None
         try:
-            async with self._http.stream(
-                "POST", "/translate", content=aiter(upload), headers=headers
-            ) as response:
-                outcome = await self._read(response, request)
+            if buffers is not None:
+                outcome = await self._through(buffers.translate(cache, request, probe))
+            if outcome is None:
+                outcome = await self._by_body(Upload.of(cache, request, probe), request)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
+
+    @contextlib.asynccontextmanager
+    async def buffers(self, *, socket: str | None = None) -> AsyncIterator[BufferPair]:
+        """As ``Client.buffers``; copies and waiting are done on a thread."""
+        pair = BufferPair(socket)
+        try:
+            yield pair
+        finally:
+            with contextlib.suppress(httpx.HTTPError):
+                await self._through(pair.release())
+
+    async def _by_body(self, upload: Upload, request: TranslateRequest) -> Outcome:
+        digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
+        headers = {**_HEADERS, **upload.headers, **digest}
+        async with self._http.stream(
+            "POST", "/translate", content=aiter(upload), headers=headers
+        ) as response:
+            return await self._read(response, request)
+
+    async def _through(self, steps: Steps[Result]) -> Result:
+        found: Any = None
+        while True:
+            try:
+                step = steps.send(found)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            if isinstance(step, Ask):
+                found = await self._http.request(step.method, step.path, json=step.document)
+            else:
+                found = await asyncio.to_thread(step)
 
     async def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
         try:
