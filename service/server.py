@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
         app = create_app(settings)
         self._service: Service = app.state.service
         self._drain_started: float | None = None
-        front_door = type("FrontDoor", (_FrontDoor,), {"header_seconds": settings.header_seconds})
+        front_door = type("Door", (FrontDoor,), {"header_seconds": settings.header_seconds})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
         return waited >= settings.drain_notice_seconds and self._service.worker.in_flight == 0
 
 
-class _FrontDoor(H11Protocol):
+class FrontDoor(H11Protocol):
     """A deadline for the request's head, problem+json for bytes that are not HTTP, and abort.
 
     uvicorn itself waits for ever for a head, and middleware only sees requests that have one.

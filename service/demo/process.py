@@ -55,6 +55,13 @@ class ServerProcess:
     ) -> None:
         self._stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the process, while it runs."""
+        if self._process is None:
+            raise Failure(Code.SERVER, "the server has not been started")
+        return self._process.pid
+
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while not (self.url and self._ready()):
