@@ -77,7 +77,7 @@ class Artifact:
     def rows_an_input(self) -> float:
         """Rows of the fit for each number that a map reads; infinite where they are not known."""
         facts = self.manifest.calibration
-        inputs = max(layer.keys.weight.shape[0] for layer in self.mapper.layers)
+        inputs = max(affine.weight.shape[0] for _, affine in self.mapper.affine_maps())
         return math.inf if facts is None else facts.rows / inputs
 
 

@@ -39,6 +39,32 @@ class Calibration(_Frozen):
     document_digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...] | None = None
 
 
+class Candidate(_Frozen):
+    """One way to spend a budget, what it costs, and what it gave on windows held out of its fit:
+    the mean KL at native tails of 1 and of 32 tokens, nats per token."""
+
+    recipe: str
+    k: Size
+    lags: Size
+    share: Literal["head", "layer"]
+    spread: Size
+    flops_per_token: Size
+    kl_tail_1: Annotated[float, Field(ge=0)]
+    kl_tail_32: Annotated[float, Field(ge=0)]
+
+
+class Choice(_Frozen):
+    """How a recipe was chosen under a budget of ``flops_per_token``: the candidates, best first.
+
+    The mapper is the first of them, fitted once more on all windows, the held-out ones as well.
+    """
+
+    budget: Literal["paper", "half", "quarter", "eighth"]
+    flops_per_token: Size
+    held_out_windows: Size
+    candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
+
+
 class ManifestFacts(_Frozen):
     """What only the fit knows and the mapper's tensors do not show.
 
@@ -46,6 +72,7 @@ class ManifestFacts(_Frozen):
     mapper: whatever number its format stated). ``r2_keys`` and
     ``r2_values`` are ``[L_s][L_t]``: how well each source layer alone predicts each target layer.
     None where a mapper was not fitted here. ``row_weights``, ``distill_steps``: as in ``FitPlan``.
+    ``choice``: what else was tried, where a budget chose the recipe.
     """
 
     ridge: Annotated[float, Field(ge=0)]
@@ -54,6 +81,7 @@ class ManifestFacts(_Frozen):
     calibration: Calibration | None = None
     row_weights: Literal["none", "attention"] = "none"
     distill_steps: Size = 0
+    choice: Choice | None = None
     bundle_version: Annotated[int, Field(ge=1)] = 1
 
 

@@ -5,22 +5,28 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mappers.head_selection import Share
 from mappers.mapper import LAGS_AT_MOST
 from mappers.models import ModelSpec
 from mappers.recipes import RECIPES
-from mappers.selection import Method, Share
+from mappers.selection import Method
 
+Budget = Literal["paper", "half", "quarter", "eighth"]
 Count = Annotated[int, Field(ge=1)]
 Paths = tuple[Path, ...]
+CHOSEN_BY_BUDGET = {"recipe", "selection", "share", "spread"}
 
 
 class FitPlan(BaseModel):
     """All that decides a fit.
 
     ``k`` source layers a target layer, or source heads a target head where the recipe chooses
-    heads, found by ``selection`` (``mappers.selection``); ``uneven``: k on average, more where more
-    explains more. Of a recipe that chooses heads: ``lags``, how many tokens back heads may be read,
-    and ``share``, whether all heads of a target layer read the same. ``row_weights`` by the
+    heads, found by ``selection`` (``mappers.selection``). Of a recipe that chooses heads: ``lags``,
+    how many tokens back heads may be read, ``share``, whether all heads of a target layer read the
+    same, and ``spread``: where errors cost more KL, a layer may read up to so many times k, at the
+    cost of others (``mappers.sensitivity``). A ``budget`` chooses all of these by what is best at
+    the operations of ``full_head`` with ``k``, or a part of them (``mappers.budget``).
+    ``row_weights`` by the
     target's attention (``mappers.row_weights``) take a second pass over the text. ``key_norm`` puts
     mapped keys back on the target's norm where it has one (``mappers.key_norm``). ``distill_steps``
     of training follow the fit (``mappers.distill``) on the same windows. ``ridge`` is relative to
@@ -28,8 +34,9 @@ class FitPlan(BaseModel):
     calibration windows of ``window_tokens`` tokens, of which every ``stride``-th row is taken and
     none of the first ``skip_positions``. ``evaluation`` names the texts of each domain;
     ``documents`` of each are measured at prompts of ``lengths`` tokens (those that both models and
-    the document allow) with each of ``native_tails``. Given ``alpha`` (and ``delta``), documents
-    too few to certify a share alpha are found before anything is fitted. The table of exact
+    the document allow) with each of ``native_tails``. Documents too few to certify a share
+    ``alpha`` with confidence 1 - ``delta`` are found before anything is fitted, unless alpha is
+    None; its default is what the service asks of evidence. The table of exact
     prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
     ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
     template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
@@ -45,12 +52,13 @@ class FitPlan(BaseModel):
     root: Path
     work: Path | None = None
     device: str = "cpu"
+    budget: Budget | None = None
     recipe: str = "full_head"
     k: Count = 4
     selection: Method = "top"
-    uneven: bool = False
     lags: Annotated[int, Field(ge=0, le=LAGS_AT_MOST)] = 1
     share: Share = "layer"
+    spread: Count = 1
     row_weights: Literal["none", "attention"] = "none"
     key_norm: bool = True
     distill_steps: Annotated[int, Field(ge=0)] = 0
@@ -63,7 +71,7 @@ class FitPlan(BaseModel):
     documents: Count = 64
     lengths: tuple[Count, ...] = (128, 256, 512, 1024)
     native_tails: tuple[Count, ...] = (1, 32, 128, 512)
-    alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
+    alpha: Annotated[float, Field(gt=0, lt=1)] | None = 0.1
     delta: Annotated[float, Field(gt=0, lt=1)] = 0.05
     first_tokens: Annotated[int, Field(ge=0)] = 256
     known_texts: tuple[str, ...] = ()
@@ -72,4 +80,17 @@ class FitPlan(BaseModel):
     def _known_recipe(self) -> Self:
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe: expected one of {sorted(RECIPES)}")
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_once(self) -> Self:
+        named = sorted(self.model_fields_set & CHOSEN_BY_BUDGET)
+        if self.budget is not None and named:
+            raise ValueError(f"the budget chooses {', '.join(named)}; give the one or the other")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_are_chosen(self) -> Self:
+        if self.spread > 1 and RECIPES[self.recipe].structure != "joint":
+            raise ValueError(f"spread: {self.recipe} does not choose heads")
         return self

@@ -9,25 +9,27 @@ matched heads for ``per_head`` ones (the paper probes matched heads in either ca
 (``mappers.forward``), by the mean R2 of the target's heads again.
 
 Where heads are chosen (``joint`` moments), of the token itself and of those before it, the choice
-is always greedy: one for each target head, or one that all heads of a target layer share.
-``spread`` gives target layers where one more step explains more their steps at the cost of others,
-for as many operations in all.
+is always greedy (``mappers.head_selection``).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mappers.forward import Path, System, forward, penalised, spread
-from mappers.mapper import HeadReads, Heads, Reads, heads_of_a_token
+from mappers.forward import System, forward, penalised
+from mappers.head_selection import Share as Share
+from mappers.head_selection import head_paths, unit_heads
+from mappers.mapper import HeadReads, Reads, heads_of_a_token
 from mappers.moments import Moments, PairMoments
 from mappers.recipes.solve import residual_squares
 
 Method = Literal["top", "greedy"]
-Share = Literal["head", "layer"]
-"""Who shares a choice of heads: all target heads of a layer, or nobody, each having its own."""
+Weigh = Callable[[tuple[HeadReads, ...], Tensor], Tensor]
+"""What a read is worth, ``[2 * L_t]``, given as many for each and the R2 that these have
+(``mappers.sensitivity``)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,17 +47,19 @@ def select(
     ridge: float,
     *,
     method: Method = "top",
-    uneven: bool = False,
     share: Share = "layer",
     lags: int | None = None,
+    spread: int = 1,
+    weigh: Weigh | None = None,
 ) -> Selection:
     """What every target layer reads, from the moments alone: k layers, or k heads a target head.
 
-    ``uneven``: k on average. ``share`` and ``lags`` (the farthest that may be read, all that the
-    moments have if None) are for moments from which heads are chosen. Layers that tie are taken
-    from the lowest up. R2 is on the fitted rows, centred, per target head and then averaged over
-    heads; ``ridge`` is as in ``recipes.solve``. Raises ValueError for a k below 1 or above what
-    there is, TooFewData and SingularSystem.
+    ``share``, ``lags`` (the farthest that may be read, all that the moments have if None) and
+    ``spread`` are for moments from which heads are chosen; given ``weigh``, up to ``spread`` times
+    k are read where they are worth more, k on average. Layers that tie are taken from the lowest
+    up. R2 is on the fitted rows, centred, per target head and then averaged over heads; ``ridge``
+    is as in ``recipes.solve``. Raises ValueError for a k below 1 or above what there is, TooFewData
+    and SingularSystem.
     """
     geometry = moments.geometry
     joint, most = moments.structure == "joint", geometry.source_layers
@@ -72,9 +76,14 @@ def select(
     r2_values = single_source_r2(moments, moments.values, ridge, beside=beside)
     reads: tuple[Reads, ...]
     if joint:
-        reads = _heads(moments, k, ridge, uneven, share, most)
-    elif method == "greedy" or uneven:
-        reads = _greedy_layers(moments, k, ridge, uneven)
+        paths = head_paths(moments, spread * k, ridge, share, lags=lags)
+        counts = paths.even(k)
+        if spread > 1 and weigh is not None:
+            worth = weigh(paths.reads(counts), paths.explained(counts))
+            counts = paths.spread(k, worth, times=spread)
+        reads = paths.reads(counts)
+    elif method == "greedy":
+        reads = _greedy_layers(moments, k, ridge)
     else:
         # A stable sort, so that ties do not depend on the machine.
         ranked = ((r2_keys + r2_values) / 2).argsort(dim=0, descending=True, stable=True)
@@ -113,62 +122,17 @@ def _mean_over_heads(moments: PairMoments, residuals: Tensor, squares: Tensor) -
     return r2.mean(dim=(0, 2))
 
 
-def _greedy_layers(
-    moments: PairMoments, k: int, ridge: float, uneven: bool
-) -> tuple[tuple[int, ...], ...]:
-    geometry = moments.geometry
-    m = geometry.source_layers if uneven else k
+def _greedy_layers(moments: PairMoments, k: int, ridge: float) -> tuple[tuple[int, ...], ...]:
     grams = [
         [penalised(gram, moments.source_block, ridge) for gram in part.gram]
         for part in (moments.keys, moments.values)
     ]
-    paths = []
-    for layer in range(geometry.target_layers):
+    reads = []
+    for layer in range(moments.geometry.target_layers):
         systems = [
-            System(gram, _unit_heads(moments, part, group, layer))
+            System(gram, unit_heads(moments, part, group, layer))
             for part, kind in zip((moments.keys, moments.values), grams, strict=True)
             for group, gram in enumerate(kind)
         ]
-        paths.append(forward(systems, m))
-    steps = [k] * len(paths)
-    if uneven:
-        steps = spread([path.gains for path in paths], k * len(paths))
-    return tuple(
-        tuple(sorted(path.blocks[:count])) for path, count in zip(paths, steps, strict=True)
-    )
-
-
-def _heads(
-    moments: PairMoments, m: int, ridge: float, uneven: bool, share: Share, candidates: int
-) -> tuple[HeadReads, ...]:
-    """Of the first ``candidates`` heads, for keys and values of each target layer."""
-    geometry = moments.geometry
-    longest = min(2 * m, candidates) if uneven else m
-    inputs, groups = candidates * geometry.source_dim, geometry.target_heads
-    gram = penalised(moments.keys.gram[0, :inputs, :inputs], geometry.source_dim, ridge)
-    paths: list[list[Path]] = []
-    for layer in range(geometry.target_layers):
-        for part in (moments.keys, moments.values):
-            whole = _unit_heads(moments, part, 0, layer)[:inputs]
-            wanted = whole.chunk(groups if share == "head" else 1, dim=1)
-            paths.append([forward([System(gram, head)], longest) for head in wanted])
-    steps = [m] * len(paths)
-    if uneven:
-        gains = [torch.stack([path.gains for path in heads]).sum(0) for heads in paths]
-        steps = spread(gains, m * len(paths))
-    chosen = [_cut(heads, count) for heads, count in zip(paths, steps, strict=True)]
-    return tuple(HeadReads(*pair) for pair in zip(chosen[::2], chosen[1::2], strict=True))
-
-
-def _cut(paths: list[Path], steps: int) -> Heads:
-    return tuple(tuple(sorted(path.blocks[:steps])) for path in paths)
-
-
-def _unit_heads(moments: PairMoments, part: Moments, group: int, layer: int) -> Tensor:
-    """Cross products of a group's inputs with one target layer, ``[F, O]``, each of its heads
-    scaled to a sum of squares of 1, so that what is explained of it is its R2."""
-    outputs = slice(layer * moments.target_block, (layer + 1) * moments.target_block)
-    squares = part.squares_y[group, outputs].view(-1, moments.geometry.target_dim).sum(1)
-    # A head that never changes has no cross products either: any scale will do.
-    scale = torch.where(squares > 0, squares, 1.0).rsqrt()
-    return part.cross[group, :, outputs] * scale.repeat_interleave(moments.geometry.target_dim)
+        reads.append(tuple(sorted(forward(systems, k).blocks)))
+    return tuple(reads)

@@ -1,10 +1,12 @@
 """``kvt fit``: two models and text in, an artifact out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
 
 from service.commands import models
 from service.commands.exits import Code, Failure, fault_of
@@ -14,8 +16,10 @@ from service.commands.texts import by_domain
 if TYPE_CHECKING:
     from mappers.models import ModelSpec
 
+Budget = Literal["paper", "half", "quarter", "eighth"]
 Recipe = Literal["full_head", "head_local", "top_heads"]
 Method = Literal["top", "greedy"]
+Share = Literal["head", "layer"]
 RowWeights = Literal["none", "attention"]
 _TEXT, _FIT, _EVIDENCE = "Text", "Fit", "Evidence"
 
@@ -41,21 +45,50 @@ def fit(
         Path | None, typer.Option(help="Keep the sums here: resumes, and refits without a pass.")
     ] = None,
     device: Device = "cpu",
-    recipe: Annotated[
-        Recipe, typer.Option(help="Kind of map.", rich_help_panel=_FIT)
-    ] = "full_head",
-    k: Annotated[
-        int,
+    budget: Annotated[
+        Budget | None,
         typer.Option(
-            min=1, help="Layers a target layer (top_heads: heads a head).", rich_help_panel=_FIT
+            help="Choose what is best at the operations of full_head with k, or a part of them.",
+            show_default="paper, without --recipe and --k",
+            rich_help_panel=_FIT,
         ),
-    ] = 4,
+    ] = None,
+    recipe: Annotated[
+        Recipe | None, typer.Option(help="Kind of map.", rich_help_panel=_FIT)
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Layers a target layer (top_heads: heads a head).",
+            show_default="4",
+            rich_help_panel=_FIT,
+        ),
+    ] = None,
     selection: Annotated[
-        Method, typer.Option(help="The best alone, or one after another.", rich_help_panel=_FIT)
-    ] = "top",
-    uneven: Annotated[
-        bool, typer.Option(help="k on average, more where it helps.", rich_help_panel=_FIT)
-    ] = False,
+        Method | None,
+        typer.Option(
+            help="The best alone, or one after another.", show_default="top", rich_help_panel=_FIT
+        ),
+    ] = None,
+    lags: Annotated[
+        int, typer.Option(min=0, help="Tokens back (top_heads).", rich_help_panel=_FIT)
+    ] = 1,
+    share: Annotated[
+        Share | None,
+        typer.Option(
+            help="Who shares a choice of heads.", show_default="layer", rich_help_panel=_FIT
+        ),
+    ] = None,
+    spread: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="So many times k heads at most, where errors cost more KL.",
+            show_default="1",
+            rich_help_panel=_FIT,
+        ),
+    ] = None,
     row_weights: Annotated[
         RowWeights,
         typer.Option(help="Tokens weighted by the target's attention.", rich_help_panel=_FIT),
@@ -105,25 +138,30 @@ def fit(
         typer.Option(help="Native tails.", show_default="1 32 128 512", rich_help_panel=_EVIDENCE),
     ] = None,
     alpha: Annotated[
-        float | None,
+        float,
         typer.Option(
             help="Share of answers that may exceed a threshold; too few documents fail at once.",
             rich_help_panel=_EVIDENCE,
         ),
-    ] = None,
+    ] = 0.1,
     delta: Annotated[
         float, typer.Option(help="1 - confidence of alpha.", rich_help_panel=_EVIDENCE)
     ] = 0.05,
 ) -> None:
     """Fit a mapper for a pair of models and measure it on held-out text.
 
-    The folder of the artifact is printed when it is done. An interrupted fit resumes.
+    The best recipe that a budget of operations buys, or one that is named. The folder of the
+    artifact is printed when it is done. An interrupted fit resumes.
     """
     from mappers.fit import fit as fit_mapper
     from mappers.plan import FitPlan
 
     del config
     models.quiet()
+    named = {"recipe": recipe, "k": k, "selection": selection, "share": share, "spread": spread}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if not given.keys() & {"recipe", "k"}:
+        budget = budget or "paper"
     lists = {"lengths": lengths, "native_tails": native_tails}
     try:
         plan = FitPlan(
@@ -134,10 +172,8 @@ def fit(
             root=root,
             work=work,
             device=device,
-            recipe=recipe,
-            k=k,
-            selection=selection,
-            uneven=uneven,
+            budget=budget,
+            lags=lags,
             row_weights=row_weights,
             key_norm=key_norm,
             distill_steps=distill_steps,
@@ -151,8 +187,40 @@ def fit(
             documents=documents,
             alpha=alpha,
             delta=delta,
+            **given,
             **{name: tuple(values) for name, values in lists.items() if values},
         )
     except ValidationError as error:
         raise Failure(Code.USAGE, fault_of(error)) from error
-    typer.echo(fit_mapper(plan))
+    folder = fit_mapper(plan)
+    print_choice(folder)
+    typer.echo(folder)
+
+
+def print_choice(folder: Path) -> None:
+    """What was tried under a budget, best first, on the error stream."""
+    from mappers.artifact import load_manifest
+
+    choice = load_manifest(folder).choice
+    if choice is None:
+        return
+    table = Table(
+        *("recipe", "heads", "lags", "choice of"),
+        title=f"{choice.budget}: at most {choice.flops_per_token / 1e6:.3g} MFLOP a token, "
+        f"judged on {choice.held_out_windows} windows",
+        title_justify="left",
+    )
+    for name in ("spread", "MFLOP a token", "KL, tail 1", "KL, tail 32"):
+        table.add_column(name, justify="right")
+    for tried in choice.candidates:
+        table.add_row(
+            tried.recipe,
+            str(tried.k),
+            str(tried.lags),
+            tried.share,
+            str(tried.spread),
+            f"{tried.flops_per_token / 1e6:.3g}",
+            f"{tried.kl_tail_1:.4f}",
+            f"{tried.kl_tail_32:.4f}",
+        )
+    Console(stderr=True).print(table)

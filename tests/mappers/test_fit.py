@@ -43,6 +43,7 @@ def plan(texts: Path, root: Path, **changes: Any) -> FitPlan:
             "windows": 12,
             "window_tokens": 128,
             "lengths": (96,),
+            "alpha": None,
             **changes,
         }
     )
@@ -102,7 +103,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = fit_pair(plan(texts, tmp_path / "a"), source, target, progress=False)
-    monkeypatch.setattr(collecting.Checkpoints, "__init__", _every_third(collecting.Checkpoints))
+    monkeypatch.setattr(collecting.Checkpoints, "__init__", every_third(collecting.Checkpoints))
     original, calls = collecting.aligned, []
 
     def stop_once(*arguments: Any) -> Any:
@@ -123,7 +124,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one_bit_for_bit(
     assert not list((tmp_path / "b").glob(".fit-*"))
 
 
-def _every_third(cls: type) -> Any:
+def every_third(cls: type) -> Any:
     original = cls.__init__  # type: ignore[misc]
 
     def init(self: Any, folder: Path, plan_digest: str) -> None:

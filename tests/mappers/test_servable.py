@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mappers import artifact
-from mappers import fit as fitting
+from mappers import artifact, passes
 from mappers.accept import Rule, decide
 from mappers.cache import KVCache
 from mappers.collect import aligned
@@ -106,7 +105,7 @@ def plan(texts: Path, tmp_path: Path) -> FitPlan:
     return FitPlan(
         source=nowhere, target=nowhere, calibration=(texts,), root=tmp_path / "root",
         evaluation={"a": (held_out,)}, k=1, ridge=1e-6, windows=24, window_tokens=128,
-        lengths=(96,), native_tails=(1, 32), stride=2,
+        lengths=(96,), native_tails=(1, 32), stride=2, alpha=None,
     )  # fmt: skip
 
 
@@ -163,7 +162,7 @@ def test_a_fit_that_asks_for_a_level_fails_before_any_model_runs(
 ) -> None:
     from mappers.errors import TooFewData
 
-    monkeypatch.setattr(fitting, "collect", lambda *_, **__: pytest.fail("a model was run"))
-    asked = plan.model_copy(update={"alpha": 0.1, "delta": 0.05})
+    monkeypatch.setattr(passes, "collect", lambda *_, **__: pytest.fail("a model was run"))
+    asked = FitPlan(**plan.model_dump(exclude={"alpha"}))
     with pytest.raises(TooFewData, match="a: 4 documents .* need 30"):
         fit_pair(asked, source, target, progress=False)
