@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mappers import artifact, demo
-from mappers.collect import aligned, content, sampled_positions, take
+from mappers.collect import aligned, content, sampled_positions
 from mappers.corpus import Corpus, calibration, read, refuse_overlap
 from mappers.evaluate import evaluate, evaluation_texts
 from mappers.evidence import Arm, Evidence
@@ -174,7 +174,7 @@ def collect_both(
         )
         caches = aligned(source, target, ids)
         sides = zip(caches, (source.identity.rope, target.identity.rope), strict=True)
-        pair = [content(take(cache, rows), rope, length=len(ids)) for cache, rope in sides]
+        pair = [content(cache.take(rows), rope, length=len(ids)) for cache, rope in sides]
         for moments in sums.values():
             moments.add_window(pair[0], pair[1])
     return sums

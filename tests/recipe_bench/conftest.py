@@ -22,7 +22,7 @@ def models(tokenizer: PreTrainedTokenizerFast) -> Models:
 
 @pytest.fixture(scope="session")
 def corpus(models: Models) -> Corpus:
-    return corpus_of(models.target, windows=6, window_tokens=64)
+    return corpus_of(models.target, windows=6, window_tokens=72)
 
 
 @pytest.fixture(scope="session")

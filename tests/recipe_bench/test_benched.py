@@ -34,7 +34,7 @@ class TinyPair:
 
 @pytest.fixture(autouse=True)
 def pair(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benched, "WINDOW_TOKENS", 64)
+    monkeypatch.setattr(benched, "WINDOW_TOKENS", 72)
     monkeypatch.setattr(benched, "PAIRS", {"tiny": TinyPair(models)})
     monkeypatch.setattr(bench_recipes, "PAIRS", {"tiny": TinyPair(models)})
 
@@ -48,8 +48,9 @@ def bench(tmp_path: Path, readings: Readings) -> PairBench:
 
 
 def test_every_candidate_of_a_pair_can_be_fitted_and_measured(bench: PairBench) -> None:
-    groups = (Group.OURS, Group.PUBLISHED, Group.OPTION, Group.CONTROL)
-    wanted = Wanted(("head k=4", "heads k=4", "local k=4", "/N", "Cache", "control"), groups)
+    groups = (Group.OURS, Group.DEFAULT, Group.PUBLISHED, Group.OPTION, Group.CONTROL)
+    parts = ("head k=4", "heads k=4", "quarter", "local k=4", "/N", "Cache", "control")
+    wanted = Wanted(parts, groups)
     found = [*bench.run(wanted)]
     names = [one.recipe for one in found]
     assert len(names) == len(set(names))
@@ -132,6 +133,22 @@ def test_the_command_prints_a_json_line_a_row_and_draws(bench: PairBench, tmp_pa
         "tiny-flops.png",
         "tiny-k.png",
     }
+
+
+def test_what_is_kept_is_printed_without_a_fit_and_told_from_todays(
+    bench: PairBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = _Counted()
+    bench.result(counted.candidate)
+    monkeypatch.setattr(code, "fitting", lambda: "other code")
+    app = Typer()
+    app.command()(bench_recipes.main)
+    options = ["--pair", "tiny", "--documents", "2", "--windows", "8", "--work", str(tmp_path)]
+    ran = CliRunner().invoke(app, [*options, "--no-fit"])
+    assert ran.exit_code == 0, ran.output
+    assert counted.fits == 1
+    assert "counted" in ran.stdout
+    assert "fitted by other code than today's: tiny: counted" in ran.stderr
 
 
 class _Counted:

@@ -9,19 +9,22 @@ from torch import Tensor
 
 from mappers.collect import aligned, content
 from mappers.corpus import Corpus
+from mappers.held_out import hold_out
 from mappers.moments import Moments
 from tests.bench.recipe_bench import sums as module
 from tests.bench.recipe_bench.fitted import Models
 from tests.bench.recipe_bench.sums import (
+    HELD,
     SKIPPED,
     PairSums,
     Part,
     collect_sums,
     corpus_of,
+    with_heads,
     with_sink,
 )
 
-PARTS = frozenset({*with_sink("all_heads"), Part("joint", lags=1), Part("per_head", "shuffled-0")})
+PARTS = frozenset({*with_sink("all_heads"), *with_heads(lags=1), Part("per_head", "shuffled-0")})
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,19 @@ def test_a_lag_reads_the_row_before_also_where_that_is_left_out_itself(
 ) -> None:
     x = torch.cat([torch.cat([x[SKIPPED:], x[SKIPPED - 1 : -1]], dim=1) for x, _ in rows])
     y = torch.cat([y[SKIPPED:] for _, y in rows])
-    _check(sums.moments({Part("joint", lags=1)}).keys, x, y.chunk(2, dim=1)[0])
+    _check(sums.moments(with_heads(lags=1)).keys, x, y.chunk(2, dim=1)[0])
+
+
+def test_a_window_is_fitted_or_held_out(
+    sums: PairSums, corpus: Corpus, rows: list[tuple[Tensor, Tensor]]
+) -> None:
+    _, held = hold_out(corpus)
+    numbers = [n for n, ids in enumerate(corpus.windows) if any(ids is o for o in held.windows)]
+    assert 0 < len(numbers) < len(rows)
+    y = torch.cat([rows[n][1][SKIPPED:] for n in numbers]).chunk(2, dim=1)[0]
+    found = sums.moments({Part("joint", HELD, lags=1)}).keys
+    assert found.count == len(y)
+    torch.testing.assert_close(found.mean_y[0], y.mean(0))
 
 
 def test_shuffled_pairs_are_the_same_numbers_that_do_not_belong_together(

@@ -16,6 +16,7 @@ from tests.bench.recipe_bench import code, growth
 from tests.bench.recipe_bench.aither import Aither
 from tests.bench.recipe_bench.candidates import READINGS, Candidate, Group, candidates
 from tests.bench.recipe_bench.controls import controls
+from tests.bench.recipe_bench.defaults import defaults
 from tests.bench.recipe_bench.fitted import Fitted, Models
 from tests.bench.recipe_bench.measure import measure, missing
 from tests.bench.recipe_bench.reading import Document, Readings, load, read_pair
@@ -60,9 +61,17 @@ class PairBench:
         if any(wanted.has(name, Group.GROWTH) for name in names):
             yield from self._grown(names)
 
+    def kept(self, wanted: Wanted) -> list[Result]:
+        """What is on disk, whichever code fitted it and however much of it is measured."""
+        results = (Result.load(file) for file in self._folder.glob("*.json"))
+        found = [one for one in results if wanted.has(one.recipe, Group(one.group))]
+        order = {group.value: number for number, group in enumerate(Group)}
+        return sorted(found, key=lambda r: (order[r.group], r.flops_per_token, r.recipe))
+
     def candidates(self) -> list[Candidate]:
         geometry = self.models.geometry
-        return [*candidates(geometry), *controls(geometry), *rejected(geometry)]
+        made = (candidates, defaults, controls, rejected)
+        return [candidate for some in made for candidate in some(geometry)]
 
     def result(self, candidate: Candidate, sums: PairSums | None = None) -> Result:
         """A candidate's result; it is fitted only where something is missing or out of date.
@@ -161,11 +170,14 @@ class PairBench:
         """Folder name of what depends on the calibration text too."""
         return f"{self.key}-{self.windows}x{WINDOW_TOKENS}"
 
+    @property
+    def _folder(self) -> Path:
+        return self.work / "results" / self._setting
+
     def _file(self, name: str) -> Path:
-        folder = self.work / "results" / self._setting
-        return folder / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
+        return self._folder / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
 
 
 def _digest(*identities: ModelIdentity) -> str:
-    text = "\n".join(identity.model_dump_json() for identity in identities)
+    text = "\n".join(identity.version for identity in identities)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

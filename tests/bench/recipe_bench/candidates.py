@@ -28,9 +28,10 @@ from mappers.recipes.head_local import HEAD_LOCAL
 from mappers.recipes.systems import cut, solved
 from mappers.second_pass import WeightedSums, collect_weighted
 from mappers.selection import select
+from mappers.sensitivity import weigher
 from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
 from tests.bench.recipe_bench.measure import FEW, OURS, PUBLISHED, Reading
-from tests.bench.recipe_bench.sums import PairSums, Part, with_sink
+from tests.bench.recipe_bench.sums import PairSums, Part, with_heads, with_sink
 
 RIDGE = 1e-4
 OLS = 1e-10
@@ -151,7 +152,7 @@ def our_plan(**options: object) -> FitPlan:
 def needs_of(plan: FitPlan) -> frozenset[Part]:
     """One set of sums, with lags, serves all that choose heads."""
     structure = RECIPES[plan.recipe].structure
-    return frozenset({Part(structure, lags=LAGS if structure == "joint" else 0)})
+    return with_heads(LAGS) if structure == "joint" else frozenset({Part(structure)})
 
 
 def _fit_ours(models: Models, sums: PairSums, *, plan: FitPlan) -> Fitted:
@@ -164,6 +165,7 @@ def _fit_ours(models: Models, sums: PairSums, *, plan: FitPlan) -> Fitted:
 
 def fit_plan(models: Models, corpus: Corpus, moments: PairMoments, plan: FitPlan) -> Mapper:
     """What ``kvt fit`` makes of the sums."""
+    weigh = weigher(plan, models.source, models.target, corpus, moments)
     selection = select(
         moments,
         plan.k,
@@ -171,6 +173,8 @@ def fit_plan(models: Models, corpus: Corpus, moments: PairMoments, plan: FitPlan
         method=plan.selection,
         share=plan.share,
         lags=plan.lags if moments.structure == "joint" else None,
+        spread=plan.spread,
+        weigh=weigh,
     )
     return make_mapper(plan, models.source, models.target, corpus, moments, selection)
 

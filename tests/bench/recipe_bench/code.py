@@ -13,7 +13,15 @@ import mappers
 LIBRARY = Path(mappers.__file__).parent
 BENCH = Path(__file__).parent
 SUMMING = ("moments.py", "collect.py", "geometry.py", "cache.py", "hf_compat.py", "rope*.py")
-FITTING = ("candidates.py", "controls.py", "growth.py", "rejected.py", "rows.py", "sums.py")
+FITTING = (
+    "candidates.py",
+    "controls.py",
+    "defaults.py",
+    "growth.py",
+    "rejected.py",
+    "rows.py",
+    "sums.py",
+)
 
 
 @cache

@@ -5,17 +5,18 @@ Each window is the first of its document, and every fourth row is fitted, as the
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mappers.collect import aligned, content, lagged, sampled_positions
 from mappers.corpus import Corpus
 from mappers.geometry import Geometry
 from mappers.moments import PairMoments
+from mappers.passes import empty_sums
 from mappers.plan import FitPlan
 from mappers.progress import steps
-from tests.bench.recipe_bench.candidates import fit_plan, name_of, needs_of, our_plan
+from tests.bench.recipe_bench.candidates import fit_plan, name_of, our_plan
 from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
-from tests.bench.recipe_bench.sums import SKIPPED, Part
+from tests.bench.recipe_bench.sums import SKIPPED
 
 COUNTS = (10, 20, 50, 100, 200, 500)
 STRIDE = 4
@@ -37,21 +38,16 @@ def names(geometry: Geometry) -> list[str]:
 def grown(models: Models, corpus: Corpus, *, progress: bool = True) -> Iterator[tuple[str, Fitted]]:
     """A mapper of each candidate at each count that the corpus reaches."""
     geometry = models.geometry
-    sums = {
-        part: PairMoments(geometry, part.structure, part.lags)
-        for plan in plans(geometry)
-        for part in needs_of(plan)
-    }
-    seconds = dict.fromkeys(sums, 0.0)
+    sums = [empty_sums(plan, models.source, models.target) for plan in plans(geometry)]
+    seconds = [0.0] * len(sums)
     for number in steps(range(len(corpus.windows)), "collecting", show=progress):
-        for part, spent in _add(models, corpus, number, sums):
-            seconds[part] += spent
+        for index, spent in enumerate(_add(models, corpus, number, sums)):
+            seconds[index] += spent
         if number + 1 in COUNTS:
-            for plan in plans(geometry):
+            for plan, moments, collecting in zip(plans(geometry), sums, seconds, strict=True):
                 began = time.process_time()
-                (part,) = needs_of(plan)
-                mapper = fit_plan(models, corpus, sums[part], plan)
-                spent = time.process_time() - began + seconds[part]
+                mapper = fit_plan(models, corpus, moments, plan)
+                spent = time.process_time() - began + collecting
                 yield _name(plan, number + 1), of_mapper(mapper, spent)
 
 
@@ -60,8 +56,8 @@ def _name(plan: FitPlan, count: int) -> str:
 
 
 def _add(
-    models: Models, corpus: Corpus, number: int, sums: dict[Part, PairMoments]
-) -> Iterator[tuple[Part, float]]:
+    models: Models, corpus: Corpus, number: int, sums: Sequence[PairMoments]
+) -> Iterator[float]:
     """Add one window to all sums: CPU seconds of each, both models' pass included."""
     began = time.process_time()
     ids = corpus.windows[number]
@@ -72,8 +68,8 @@ def _add(
         for cache, side in zip(aligned(*sides, ids), sides, strict=True)
     )
     reading = time.process_time() - began
-    for part, moments in sums.items():
+    for moments in sums:
         began = time.process_time()
-        own, *earlier = lagged(source, rows, part.lags)
+        own, *earlier = lagged(source, rows, moments.lags)
         moments.add_window(own, target.take(rows), earlier)
-        yield part, reading + time.process_time() - began
+        yield reading + time.process_time() - began

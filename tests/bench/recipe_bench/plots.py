@@ -7,29 +7,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, StrMethodFormatter
 from PIL import Image
 
 from tests.bench.recipe_bench.candidates import Group
 from tests.bench.recipe_bench.results import TableRow
 
 TAIL = 32
-INCHES = (7.0, 4.4)
-DOTS_PER_INCH = 120
-COLOURS = 64
+INCHES = (7.2, 4.0)
+DOTS_PER_INCH = 115
+PALETTE = 128
 PUBLISHED = {"paper": "X", "CacheBridge": "P", "aither-kvcache": "D"}
 """Each with its marker; of one recipe's variants the better is drawn."""
-DOMAINS = {"in_domain": "-", "out_of_domain": "--"}
+LINES = {"in_domain": "-", "out_of_domain": "--"}
 
 
 class Series(NamedTuple):
-    """A line, or only markers, and its points by what is on the horizontal axis."""
+    """Points by what is on the horizontal axis; series of one ``name`` share a colour.
 
+    ``line`` is matplotlib's style, empty for markers alone.
+    """
+
+    name: str
     label: str
-    style: str
+    line: str
     marker: str
-    points: list[tuple[float, TableRow]]
+    points: Sequence[tuple[float, TableRow]]
 
 
 def draw(rows: Sequence[TableRow], folder: Path) -> list[Path]:
@@ -39,8 +44,8 @@ def draw(rows: Sequence[TableRow], folder: Path) -> list[Path]:
     for pair in dict.fromkeys(row.pair for row in rows):
         own = [row for row in rows if row.pair == pair and row.native_tail == TAIL]
         for name, axis, found in (
-            ("flops", "FLOPs a token", _by_flops(own)),
-            ("k", "source layers (top_heads: heads) read, k", _by_k(own)),
+            ("flops", "MFLOP a token", _by_flops(own)),
+            ("k", "k: source layers read, or heads (top_heads)", _by_k(own)),
             ("documents", "calibration documents (128 rows of each are fitted)", _by_count(own)),
         ):
             series = [one for one in found if one.points]
@@ -54,71 +59,77 @@ def _drawn(
 ) -> Path:
     figure = Figure(figsize=INCHES, layout="constrained")
     axes = figure.subplots()
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(s.name for s in series))}
     for one in series:
-        _plot(axes, one)
+        _plot(axes, one, colours[one.name])
     for row in rows:
         if row.recipe == "control: only the tail" and row.domain == "in_domain":
             label = "only the tail read, in domain"
             axes.axhline(row.kl, color="grey", linestyle=":", label=label)
     axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="KL, nats a token")
-    axes.set_title(f"{pair}: KL at a native tail of {TAIL} tokens [95 %]", fontsize=10)
-    _readable(axes)
+    axes.set_title(f"{pair}: KL with a native tail of {TAIL} tokens", fontsize=10)
+    _readable(axes.yaxis, *axes.get_ylim())
+    _readable(axes.xaxis, *axes.get_xlim())
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     _save(figure, file)
     return file
 
 
-def _plot(axes: Axes, series: Series) -> None:
+def _plot(axes: Axes, series: Series, colour: str) -> None:
     points = sorted(series.points, key=lambda point: point[0])
     rows = [row for _, row in points]
     axes.errorbar(
         [number for number, _ in points],
         [row.kl for row in rows],
         [[row.kl - row.kl_low for row in rows], [row.kl_high - row.kl for row in rows]],
-        linestyle=series.style,
+        color=colour,
+        linestyle=series.line,
         marker=series.marker,
-        markersize=9 if series.marker in ("*", *PUBLISHED.values()) else 5,
+        markersize=5 if series.line else 9,
         label=series.label,
-        linewidth=1.2,
-        elinewidth=0.7,
-        capsize=2,
+        linewidth=1.3,
+        elinewidth=0.5,
+        capsize=1.5,
     )
 
 
-def _readable(axes: Axes) -> None:
-    """Plain numbers at the marks of the vertical axis, which seldom covers a whole decade."""
-    low, high = axes.get_ylim()
-    marks = [m * 10.0**e for e in range(-5, 2) for m in (1, 1.5, 2, 3, 4, 5, 7)]
-    axes.set_yticks([mark for mark in marks if low <= mark <= high])
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3)
+def _readable(axis: Axis, low: float, high: float) -> None:
+    """Plain numbers, more of them where an axis covers little."""
+    wide = high / low > 30
+    of_decade = (1, 2, 5) if wide else (1, 1.5, 2, 3, 4, 5, 7)
+    marks = [mark * 10.0**decade for decade in range(-6, 6) for mark in of_decade]
+    axis.set_major_locator(FixedLocator([mark for mark in marks if low <= mark <= high]))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _save(figure: Figure, file: Path) -> None:
     """With few colours: a picture in a repository should be small."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DOTS_PER_INCH)
-    Image.open(drawn).convert("RGB").quantize(COLOURS).save(file, optimize=True)
+    picture = Image.open(drawn).convert("RGB")
+    picture.quantize(PALETTE, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def _by_flops(rows: Sequence[TableRow]) -> Iterator[Series]:
     """In domain: ours a line a recipe, the published ones as markers, their first token mapped."""
     near = [row for row in rows if row.domain == "in_domain"]
     ours = [row for row in near if row.group in (Group.OURS, Group.CURVE)]
-    for label, own in _grouped(ours, lambda row: re.sub(r" k=\d+", "", row.recipe)).items():
-        yield Series(label, "-", "o", [(row.flops_per_token, row) for row in own])
-    defaults = [row for row in near if row.group == Group.DEFAULT]
-    yield Series("default", "", "*", [(row.flops_per_token, row) for row in defaults])
+    for name, own in _grouped(ours, lambda row: re.sub(r" k=\d+", "", row.recipe)).items():
+        yield Series(name, name, "-", "o", _over_flops(own))
+    chosen = [row for row in near if row.group == Group.DEFAULT]
+    yield Series("default", "default of kvt fit", "", "*", _over_flops(chosen))
     for name, marker in PUBLISHED.items():
         own = [row for row in near if row.recipe.startswith(name) and row.first_token == "mapped"]
-        best = [
-            min(same, key=lambda row: row.kl)
-            for same in _grouped(own, lambda row: str(row.flops_per_token)).values()
-        ]
-        yield Series(
-            f"{name}, as published", "", marker, [(row.flops_per_token, row) for row in best]
-        )
+        same = _grouped(own, lambda row: str(row.flops_per_token)).values()
+        best = [min(rows, key=lambda row: row.kl) for rows in same]
+        yield Series(name, f"{name}, as published", "", marker, _over_flops(best))
+
+
+def _over_flops(rows: Sequence[TableRow]) -> list[tuple[float, TableRow]]:
+    return [(row.flops_per_token / 1e6, row) for row in rows]
 
 
 def _by_k(rows: Sequence[TableRow]) -> Iterator[Series]:
@@ -145,7 +156,8 @@ def _matching(
             name, number = read(match)
             found.setdefault((name, row.domain), []).append((number, row))
     for (name, domain), points in found.items():
-        yield Series(f"{name}, {domain.replace('_', ' ')}", DOMAINS[domain], "o", points)
+        label = f"{name}, {'in' if domain == 'in_domain' else 'out of'} domain"
+        yield Series(name, label, LINES[domain], "o", points)
 
 
 def _grouped(rows: Sequence[TableRow], key: Callable[[TableRow], str]) -> dict[str, list[TableRow]]:

@@ -22,6 +22,7 @@ from mappers.cache import KVCache
 from mappers.collect import aligned, content, lagged
 from mappers.corpus import Corpus, calibration, read
 from mappers.geometry import Structure
+from mappers.held_out import hold_out
 from mappers.models import LoadedModel
 from mappers.moments import PairMoments
 from mappers.progress import steps
@@ -32,14 +33,16 @@ from tests.bench.recipe_bench.reading import TEXT
 SKIPPED = 4
 SEEDS = (0, 1)
 EVERY_WINDOWS = 20
-LATER, FIRST = "later", "first"
+LATER, FIRST, FITTED, HELD = "later", "first", "fitted", "held"
 
 
 class Part(NamedTuple):
-    """One file of sums: ``rows`` are ``later``, ``first`` or ``shuffled-{seed}``.
+    """One file of sums: ``rows`` are ``later``, ``first``, ``fitted``, ``held`` or
+    ``shuffled-{seed}``.
 
-    Shuffled ones are of pairs that do not belong together: the target's rows are those of the
-    window before, at random.
+    ``fitted`` are those of the later rows that ``kvt fit --budget`` fits candidates on, ``held``
+    those of the windows that it judges them on. Shuffled ones are of pairs that do not belong
+    together: the target's rows are those of the window before, at random.
     """
 
     structure: Structure
@@ -49,6 +52,11 @@ class Part(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.structure}-{self.rows}" + (f"-lag-{self.lags}" if self.lags else "")
+
+
+def with_heads(lags: int) -> frozenset[Part]:
+    """What maps of single heads are fitted from, in the two parts that a budget needs."""
+    return frozenset({Part("joint", FITTED, lags), Part("joint", HELD, lags)})
 
 
 def with_sink(structure: Structure) -> frozenset[Part]:
@@ -175,11 +183,15 @@ class _Window:
     """Both models' contents of one window, and the target's of the window before it."""
 
     number: int
+    held: bool
     source: KVCache
     target: KVCache
     before: KVCache
 
     def add(self, moments: PairMoments, part: Part) -> None:
+        if part.rows == (FITTED if self.held else HELD):
+            moments.windows += 1  # None of its rows: the part is as far as the others.
+            return
         tokens = self.source.tokens
         first = part.rows == FIRST
         rows = torch.arange(0 if first else SKIPPED, SKIPPED if first else tokens)
@@ -206,10 +218,13 @@ def _windows(
     total = len(corpus.windows)
     done = min((moments.windows for moments in sums.values()), default=total)
     before = _contents(models, corpus, done - 1)[1] if done < total else None
+    split = any(part.rows in (FITTED, HELD) for part in sums)
+    held = {id(ids) for ids in hold_out(corpus)[1].windows} if split else set()
     for number in steps(range(done, total), "collecting", show=progress):
         with clock.timing("models"):
             source, target = _contents(models, corpus, number)
-        yield number, _Window(number, source, target, before or target)
+        is_held = id(corpus.windows[number]) in held
+        yield number, _Window(number, is_held, source, target, before or target)
         before = target
 
 
