@@ -115,7 +115,8 @@ def _vsr_manifest(manifest: Manifest) -> _VsrManifest:
     _check_exportable(manifest)
     source, target = manifest.source, manifest.target
     layers = {str(index): sources for index, sources in enumerate(manifest.sources)}
-    calibration = {} if manifest.calibration is None else manifest.calibration.model_dump()
+    fitted_on = manifest.calibration
+    calibration = {} if fitted_on is None else fitted_on.model_dump(mode="json", exclude_none=True)
     return _VsrManifest(
         mapper_id=manifest.mapper_id,
         compatibility=_Compatibility(
@@ -260,7 +261,7 @@ def _skipped(manifest: _VsrManifest) -> int:
 def _facts(manifest: _VsrManifest) -> ManifestFacts:
     stated = {name: value for name, value in manifest.calibration.items() if name != _SKIPPED}
     try:
-        calibration = Calibration.model_validate(stated)
+        calibration = Calibration.model_validate_json(strict_json.dumps(stated))
     except ValidationError:
         # Any content is allowed there; what is not in our terms is not carried over.
         calibration = None

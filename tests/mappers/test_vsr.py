@@ -43,7 +43,13 @@ def mapper(dtype: torch.dtype = torch.float32, **changes: Any) -> Mapper:
 
 FACTS = ManifestFacts(
     ridge=0.01,
-    calibration=Calibration(corpus_digest="sha256:c", documents=2, tokens=300, rows=70),
+    calibration=Calibration(
+        corpus_digest="sha256:c",
+        documents=2,
+        tokens=300,
+        rows=70,
+        document_digests=("0123456789abcdef", "fedcba9876543210"),
+    ),
 )
 
 
@@ -107,6 +113,7 @@ def test_the_exported_folder_has_the_router_s_form(tmp_path: Path) -> None:
             "documents": 2,
             "tokens": 300,
             "rows": 70,
+            "document_digests": ["0123456789abcdef", "fedcba9876543210"],
             "skipped_positions": 4,
         },
         "evaluation_report": None,
