@@ -31,6 +31,7 @@ from mappers.cache import KVCache, from_hf
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
 from mappers.scored import read_scored
+from mappers.stored import rounded
 from mappers.translate import Translator
 
 CONTINUATION_TOKENS = 32
@@ -86,14 +87,19 @@ def read_document(
 ) -> Reading:
     """Both models over ``ids`` [T], and the translation of all of it, once with each prefix.
 
+    Source and translation are rounded as their engines store them, ``native`` is as computed.
     Only lengths that leave room for the continuation are kept.
     """
     fitting = tuple(n for n in lengths if n + CONTINUATION_TOKENS <= len(ids))
     ids = ids[: max(fitting) + CONTINUATION_TOKENS]
     native, native_logits = read_all(target.model, ids, fitting)
     read = read_scored(source.model, ids[None, :-1], logits_at=_after(fitting))
-    original = from_hf(read.cache)
-    exact, dtype = exact_prefix(prefixes, ids, native), target.model.dtype
+    original = rounded(from_hf(read.cache), source.identity.storage)
+    exact, kept = exact_prefix(prefixes, ids, native), target.identity.storage
+    known, unknown = (
+        rounded(translator.translate(original, prefix=prefix, dtype=target.model.dtype), kept)
+        for prefix in (exact, None)
+    )
     return Reading(
         ids=ids,
         lengths=fitting,
@@ -102,8 +108,8 @@ def read_document(
         native_logits=native_logits,
         source_logits=read.logits[0].view(len(fitting), CONTINUATION_TOKENS, -1),
         source_nll=read.nll[0],
-        prefix_known=translator.translate(original, prefix=exact, dtype=dtype),
-        prefix_unknown=translator.translate(original, prefix=None, dtype=dtype),
+        prefix_known=known,
+        prefix_unknown=unknown,
         exact_tokens=exact.tokens,
     )
 

@@ -25,6 +25,7 @@ from mappers.parts import Part
 from mappers.profile_fit import ProfileBuilder
 from mappers.progress import steps
 from mappers.rope import Rope, RotaryTable
+from mappers.stored import rounded
 
 STATE_FILE = "state.json"
 PROFILE_SCHEMA = "profile-1"
@@ -77,7 +78,7 @@ def collect(
                 content(cache, source.identity.rope, length=len(ids))
                 for cache in lagged(pair[0], rows, moments.lags)
             )
-            native = content(take(pair[1], rows), target.identity.rope, length=len(ids))
+            native = content(pair[1].take(rows), target.identity.rope, length=len(ids))
             moments.add_window(own, native, before)
         last = index + 1 == len(corpus.windows)
         if checkpoints is not None and (last or (index + 1) % checkpoints.every_windows == 0):
@@ -86,8 +87,19 @@ def collect(
 
 
 def aligned(source: LoadedModel, target: LoadedModel, ids: Tensor) -> tuple[KVCache, KVCache]:
-    """Both models' caches of the token ids [T], from position 0 and without padding."""
-    return cache_of_text(source, ids), cache_of_text(target, ids)
+    """Both models' caches of the token ids [T], from position 0 and without padding.
+
+    The source's is what its users get of it, the target's what the target computes.
+    """
+    return source_cache(source, ids), cache_of_text(target, ids)
+
+
+def source_cache(source: LoadedModel, ids: Tensor) -> KVCache:
+    """``cache_of_text`` as the source's engine stores it, rounding and all (``rounded``).
+
+    Scales are those of this text.
+    """
+    return rounded(cache_of_text(source, ids), source.identity.storage)
 
 
 def cache_of_text(model: LoadedModel, ids: Tensor) -> KVCache:
@@ -110,20 +122,10 @@ def sampled_rows(corpus: Corpus, *, stride: int, skip_positions: int) -> int:
     )
 
 
-def take(cache: KVCache, rows: Tensor) -> KVCache:
-    """The tokens ``rows`` [n] of a cache, copied; their absolute positions stay theirs."""
-    rows = rows.to(cache.positions.device)
-    return KVCache(
-        tuple(keys[rows] for keys in cache.keys),
-        tuple(values[rows] for values in cache.values),
-        cache.positions[rows],
-    )
-
-
 def lagged(cache: KVCache, rows: Tensor, lags: int) -> list[KVCache]:
     """``take`` of the tokens ``rows`` [n], of those before them, and so on: one for each lag from
     0 to ``lags``. What would be before the cache's first token is the first token."""
-    return [take(cache, (rows - lag).clamp_min(0)) for lag in range(lags + 1)]
+    return [cache.take((rows - lag).clamp_min(0)) for lag in range(lags + 1)]
 
 
 def content(cache: KVCache, rope: Rope, *, length: int) -> KVCache:

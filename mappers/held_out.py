@@ -19,6 +19,7 @@ from mappers.mapper import Mapper
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.progress import steps
+from mappers.stored import rounded
 from mappers.translate import Translator
 
 TAILS = (1, 32)
@@ -80,10 +81,11 @@ def _kl_of_window(
 ) -> Tensor:
     length = len(ids) - CONTINUATION_TOKENS
     native, logits = read_all(target.model, ids, (length,))
-    original, _ = read_all(source.model, ids, (length,))
+    read, _ = read_all(source.model, ids, (length,))
+    original, kept = rounded(read, source.identity.storage), target.identity.storage
     reference, first = Reference(logits[0], ids[length:]), native.slice(0, 1)
     caches = [
-        translator.translate(original, prefix=first, dtype=target.model.dtype)
+        rounded(translator.translate(original, prefix=first, dtype=target.model.dtype), kept)
         for translator in translators
     ]
     answers = [read_tail(target, caches, ids, length=length, tail=tail) for tail in TAILS]

@@ -21,6 +21,7 @@ from mappers.mapper import Mapper
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
+from mappers.stored import rounded
 from mappers.translate import Translator
 
 
@@ -38,7 +39,12 @@ class Side:
         prefix = None
         if known:
             prefix = exact_prefix(self.prefixes, ids, cache_of_text(self.loaded, ids[:1]))
-        return self.into.translate(cache, prefix=prefix, dtype=self.loaded.model.dtype)
+        found = self.into.translate(cache, prefix=prefix, dtype=self.loaded.model.dtype)
+        return self.kept(found)
+
+    def kept(self, cache: KVCache) -> KVCache:
+        """A cache as this model's engine stores it."""
+        return rounded(cache, self.loaded.identity.storage)
 
     def appended(self, cache: KVCache, ids: Tensor) -> KVCache:
         """The cache after this model has read the rest of ``ids`` [T] over it."""
@@ -48,7 +54,7 @@ class Side:
         _, after = hf_compat.read(
             model, ids[None, begin:], cache=before, start_position=begin, logits_at=last
         )
-        return from_hf(after)
+        return self.kept(from_hf(after))
 
 
 Pair = tuple[Side, Side]
@@ -73,7 +79,7 @@ def handed_over(pair: Pair, ids: Tensor, hops: int) -> KVCache:
         raise ValueError(f"{len(ids)} tokens cannot be cut into {hops + 1} turns")
     ends = [len(ids) * (turn + 1) // (hops + 1) for turn in range(hops + 1)]
     holder = hops % 2
-    cache = cache_of_text(pair[holder].loaded, ids[: ends[0]])
+    cache = pair[holder].kept(cache_of_text(pair[holder].loaded, ids[: ends[0]]))
     for end in ends[1:]:
         holder = 1 - holder
         moved = pair[holder].translated(cache, ids)
@@ -94,9 +100,10 @@ def drift(
     if not lengths:
         return
     natives = [read_all(side.loaded.model, ids, lengths) for side in pair]
-    holder, cache = 0, natives[0][0].slice(0, turn_tokens)
+    whole = [side.kept(native) for side, (native, _) in zip(pair, natives, strict=True)]
+    holder, cache = 0, whole[0].slice(0, turn_tokens)
     for at, length in enumerate(lengths):
-        fresh = natives[holder][0].slice(0, length)
+        fresh = whole[holder].slice(0, length)
         holder = 1 - holder
         side = pair[holder]
         moved = side.translated(cache, ids)

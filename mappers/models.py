@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -18,8 +18,9 @@ from transformers import (
 
 from mappers.attention import attention_kinds, decoder_config
 from mappers.cache import DTYPES
-from mappers.errors import UnsupportedModel
+from mappers.errors import LayoutError, UnsupportedModel
 from mappers.identity import ModelIdentity, tokenizer_digest, weights_digest
+from mappers.quantize import ScaleScheme, Storage, StorageDtype
 
 
 class ModelSpec(BaseModel):
@@ -28,7 +29,9 @@ class ModelSpec(BaseModel):
     ``path`` is a local folder or a hub id; ``name`` and ``version`` are what requests will call it
     (default: the folder's name or the hub id; the weights' digest or the hub's revision).
     ``gguf_file`` names a GGUF file inside the folder. ``drop_layers`` leaves out decoder layers,
-    for a depth-pruned sibling; the version then says so.
+    for a depth-pruned sibling; the version then says so. ``kv_dtype`` (``dtype`` if None), scales
+    and zero points are those of the caches of the engine that runs it (``mappers/quantize.py``):
+    its caches are rounded so before anything is made of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,6 +43,17 @@ class ModelSpec(BaseModel):
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     gguf_file: str | None = None
     drop_layers: tuple[int, ...] = Field(default=())
+    kv_dtype: StorageDtype | None = None
+    kv_scales: ScaleScheme = "none"
+    kv_zero_points: bool = False
+
+    @model_validator(mode="after")
+    def _stored(self) -> Self:
+        try:
+            Storage(self.kv_dtype or self.dtype, self.kv_scales, self.kv_zero_points)
+        except LayoutError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,9 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
         model=spec.name or (Path(spec.path).name if Path(spec.path).is_dir() else spec.path),
         version=_version(spec, model),
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
+        kv_scales=spec.kv_scales,
+        kv_zero_points=spec.kv_zero_points,
         tokenizer_digest=tokenizer_digest(tokenizer),
     )
     return LoadedModel(model, tokenizer, identity)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache
-from mappers.collect import cache_of_text, content, lagged, sampled_positions, take
+from mappers.collect import content, lagged, sampled_positions, source_cache
 from mappers.corpus import Corpus
 from mappers.geometry import Geometry
 from mappers.mapper import Reads, lags_of
@@ -111,7 +111,7 @@ def collect_weighted(
         rows = sampled_positions(len(ids), index, stride=stride, skip_positions=skip_positions)
         if not len(rows):
             continue
-        read = cache_of_text(source, ids)
+        read = source_cache(source, ids)
         asked = query_positions(len(ids))
         native, queries, scale = read_with_queries(target.model, ids, asked)
         weights = [
@@ -122,6 +122,6 @@ def collect_weighted(
             content(cache, source.identity.rope, length=len(ids))
             for cache in lagged(read, rows, sums.lags)
         )
-        mapped = content(take(native, rows), target.identity.rope, length=len(ids))
+        mapped = content(native.take(rows), target.identity.rope, length=len(ids))
         sums.add_window(own, mapped, [layer[:, :, rows].cpu() for layer in weights], before)
     return sums

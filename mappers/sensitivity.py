@@ -23,6 +23,7 @@ from mappers.plan import FitPlan
 from mappers.progress import steps
 from mappers.selection import Weigh
 from mappers.solving import solved_mapper
+from mappers.stored import rounded
 from mappers.translate import Translator
 
 WINDOWS, BATCH, TAIL = 8, 8, 1
@@ -83,7 +84,8 @@ def _kl_of_each(
     """The KL with only the keys, or only the values, of one layer translated, ``[2 * L_t]``."""
     length = len(ids) - CONTINUATION_TOKENS
     native, logits = read_all(target.model, ids, (length,))
-    original, _ = read_all(source.model, ids, (length,))
+    read, _ = read_all(source.model, ids, (length,))
+    original = rounded(read, source.identity.storage)
     mapped = translator.translate(original, prefix=native.slice(0, 1), dtype=target.model.dtype)
     reference = Reference(logits[0], ids[length:])
     mixed = [with_one(native, mapped, number) for number in range(2 * native.num_layers)]

@@ -16,12 +16,13 @@ from torch import Tensor
 from mappers import hf_compat
 from mappers.arms import exact_prefix
 from mappers.cache import KVCache
-from mappers.collect import cache_of_text
+from mappers.collect import cache_of_text, source_cache
 from mappers.corpus import leading_tokens
 from mappers.errors import UnsupportedTask
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
 from mappers.progress import steps
+from mappers.stored import rounded
 from mappers.translate import Translator
 
 Reader = Literal["native", "translated", "source"]
@@ -104,9 +105,10 @@ class PairModel(LM):  # type: ignore[misc]  # lm-eval has no types
         translated = len(question) - self.native_tail
         if self.reader != "translated" or translated < 1:
             return cache_of_text(self.answering, ids[:-1]) if len(question) > 1 else None
-        original = cache_of_text(self.source, ids[:translated])
+        original = source_cache(self.source, ids[:translated])
         exact = exact_prefix(self._prefixes, ids, cache_of_text(self.answering, ids[:1]))
-        return self._translator.translate(original, prefix=exact, dtype=self.answering.model.dtype)
+        model, kept = self.answering.model, self.answering.identity.storage
+        return rounded(self._translator.translate(original, prefix=exact, dtype=model.dtype), kept)
 
 
 def readers(

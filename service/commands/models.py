@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
+
+from service.commands.exits import Code, Failure, fault_of
 
 if TYPE_CHECKING:
     from mappers.models import ModelSpec
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+# As in mappers/quantize.py, which a command's help need not wait for.
+StorageDtype = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
+ScaleScheme = Literal["none", "per_tensor", "per_head", "per_token_head"]
 SIDES = ("source", "target")
 _OPTIONS: dict[str, tuple[Any, object, str]] = {
     "name": (str | None, None, "What requests call it (default: the folder's name or hub id)."),
@@ -18,6 +24,9 @@ _OPTIONS: dict[str, tuple[Any, object, str]] = {
     "gguf": (str | None, None, "GGUF file inside the folder."),
     "drop_layers": (str | None, None, "Decoder layers to leave out, such as 10-17 or 3,5."),
     "dtype": (Dtype, "float32", "What it computes in."),
+    "kv_dtype": (StorageDtype | None, None, "What its engine stores caches in (default: dtype)."),
+    "kv_scales": (ScaleScheme, "none", "Scales of an 8-bit cache."),
+    "kv_zero_points": (bool, False, "An int8 cache with zero points."),
 }
 _ANNOTATED: Any = Annotated
 
@@ -63,19 +72,22 @@ def spec(
     version: str | None,
     gguf: str | None,
     drop_layers: str | None,
-    dtype: Dtype,
+    **rest: Any,
 ) -> "ModelSpec":
-    """The spec that one side's options describe."""
+    """The spec that one side's options describe; the others are fields of the same name."""
     from mappers.models import ModelSpec
 
-    return ModelSpec(
-        path=path,
-        name=name,
-        version=version,
-        gguf_file=gguf,
-        drop_layers=layer_numbers(drop_layers) if drop_layers else (),
-        dtype=dtype,
-    )
+    try:
+        return ModelSpec(
+            path=path,
+            name=name,
+            version=version,
+            gguf_file=gguf,
+            drop_layers=layer_numbers(drop_layers) if drop_layers else (),
+            **rest,
+        )
+    except ValidationError as error:
+        raise Failure(Code.USAGE, fault_of(error)) from error
 
 
 def quiet() -> None:

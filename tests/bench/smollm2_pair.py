@@ -143,7 +143,7 @@ def measured(
             chosen = plan.model_copy(update={"recipe": recipe, "k": k})
             selection = select(moments, k, plan.ridge)
             mapper = make_mapper(chosen, source, target, corpus, moments, selection)
-            facts = manifest_facts(chosen, corpus, moments, selection)
+            facts = manifest_facts(chosen, corpus, moments.count, selection)
             folder = artifact.publish(plan.root, mapper, facts)
             loaded = artifact.load(folder)
             evidence = evaluate(

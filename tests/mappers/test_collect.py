@@ -16,7 +16,6 @@ from mappers.collect import (
     content,
     sampled_positions,
     sampled_rows,
-    take,
 )
 from mappers.corpus import Corpus, calibration, read
 from mappers.errors import CorpusError, UnsupportedModel
@@ -76,7 +75,7 @@ def test_the_sums_are_those_of_the_rows_taken(
         for cache, model, found in zip(
             aligned(source, target, ids), (source, target), (x, y), strict=True
         ):
-            picked = content(take(cache, rows), model.identity.rope, length=len(ids))
+            picked = content(cache.take(rows), model.identity.rope, length=len(ids))
             found.append(torch.cat([keys.flatten(1) for keys in picked.keys], dim=1).double())
     inputs, outputs = torch.cat(x), torch.cat(y)
     assert moments.count == len(inputs) == sampled_rows(corpus, stride=4, skip_positions=4)

@@ -357,6 +357,35 @@ class TestMake:
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
         assert kvt("verify", back.stdout.strip()).exit_code == 0
 
+    def test_fit_for_engines_that_store_8_bits(self, family: Path) -> None:
+        stored = ("--source-kv-dtype", "int8", "--source-kv-scales", "per_head")
+        arguments = [*fit_arguments(family, "small", "large", "stored"), *stored]
+        result = kvt(*arguments, "--source-kv-zero-points", "--target-kv-dtype", "float8_e5m2")
+        assert result.exit_code == 0, result.output
+        folder = Path(result.stdout.strip())
+        manifest = json.loads((folder / "manifest.json").read_text())
+        kept = {name: manifest["source"][f"kv_{name}"] for name in ("dtype", "scales")}
+        assert kept == {"dtype": "int8", "scales": "per_head"}
+        assert manifest["source"]["kv_zero_points"] is True
+        assert manifest["target"]["kv_dtype"] == "float8_e5m2"
+        shown = kvt("inspect", folder).stdout
+        assert re.search(r"kv zero points +True +False", shown)
+        assert re.search(r"kv scales +per_head +none", shown)
+
+    @pytest.mark.parametrize(
+        ("stored", "said"),
+        [
+            (("--source-kv-dtype", "int8"), "an int8 cache has some"),
+            (("--target-kv-scales", "per_head"), "only an 8-bit cache"),
+            (("--source-kv-zero-points",), "only an int8 cache"),
+        ],
+    )
+    def test_a_storage_that_there_is_not(
+        self, family: Path, stored: tuple[str, ...], said: str
+    ) -> None:
+        result = kvt(*fit_arguments(family, "small", "large", "elsewhere"), *stored)
+        assert_one_line(result, Code.USAGE, said)
+
     def test_fit_on_too_little_text(self, family: Path, tmp_path: Path) -> None:
         short = tmp_path / "short.txt"
         short.write_text("too short")
