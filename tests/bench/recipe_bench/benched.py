@@ -18,6 +18,7 @@ from tests.bench.recipe_bench.candidates import READINGS, Candidate, Group, cand
 from tests.bench.recipe_bench.controls import controls
 from tests.bench.recipe_bench.defaults import defaults
 from tests.bench.recipe_bench.fitted import Fitted, Models
+from tests.bench.recipe_bench.low_rank import low_ranks
 from tests.bench.recipe_bench.measure import measure, missing
 from tests.bench.recipe_bench.reading import Document, Readings, load, read_pair
 from tests.bench.recipe_bench.rejected import rejected
@@ -70,7 +71,7 @@ class PairBench:
 
     def candidates(self) -> list[Candidate]:
         geometry = self.models.geometry
-        made = (candidates, defaults, controls, rejected)
+        made = (candidates, defaults, controls, low_ranks, rejected)
         return [candidate for some in made for candidate in some(geometry)]
 
     def result(self, candidate: Candidate, sums: PairSums | None = None) -> Result:

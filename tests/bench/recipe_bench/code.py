@@ -18,6 +18,7 @@ FITTING = (
     "controls.py",
     "defaults.py",
     "growth.py",
+    "low_rank.py",
     "rejected.py",
     "rows.py",
     "sums.py",
