@@ -24,6 +24,7 @@ from mappers.probe import PROBE_TOKENS
 from mappers.sample import sample_rows
 from mappers.stored import AnyCache, store
 from service.answer import Outcome, Translated
+from service.buffer_pair import BufferPair
 from service.client import Client
 from service.schemas import TokenSample, TranslateRequest
 
@@ -39,6 +40,7 @@ def translate_cache(
     target: ModelIdentity | IdentityClaim,
     prompt_ids: Tensor,
     probe: Cache | None = None,
+    buffers: BufferPair | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
     **limits: Any,
@@ -46,8 +48,9 @@ def translate_cache(
     """The target's cache of the first tokens of ``prompt_ids`` (int64 [1, T]), or None: prefill.
 
     ``cache`` is the source's, of the first S <= T tokens; ``probe`` the target's own, of at least
-    the first 64 (``Client.translate``). ``device``: where the target is (default: where ``cache``
-    is). ``limits`` are further fields of the request (``max_kl``, ``domain``, ...).
+    the first 64 (``Client.translate``). ``buffers`` are those of ``client``; what comes back is a
+    copy and not in them. ``device``: where the target is (default: where ``cache`` is). ``limits``
+    are further fields of the request (``max_kl``, ``domain``, ...).
     Raises LayoutError or UnsupportedModel for a cache that cannot be sent; with ``strict``,
     NotTranslated in place of None.
     """
@@ -57,7 +60,7 @@ def translate_cache(
     exact = None
     if probe is not None:
         exact = store(from_hf(probe).slice(0, PROBE_TOKENS), request.target.storage)
-    outcome = client.translate(sent, request, probe=exact, strict=strict)
+    outcome = client.translate(sent, request, probe=exact, buffers=buffers, strict=strict)
     return cache_from(outcome, prompt_ids, device=device or sent.positions.device)
 
 

@@ -11,16 +11,17 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
-from mappers.cache import KVCache
+from mappers.cache import KVCache, from_hf, to_hf
 from mappers.errors import LayoutError
 from service import buffer_pair
 from service.answer import BadAnswer, translated_in
 from service.app import create_app
 from service.buffer_socket import NotHandedOver
 from service.client import AsyncClient, Client, NotTranslated, Outcome, Reprefill, Translated
+from service.hf import translate_cache
 from service.schemas import TranslateRequest
 from service.settings import Settings
-from tests.service.pair import cache, document
+from tests.service.pair import SOURCE, TARGET, cache, document
 
 TOKENS = 40
 
@@ -140,6 +141,21 @@ class TestThroughBuffers:
             outcome = client.translate(strided, asked, buffers=buffers)
             assert_equal(translated(outcome, "buffers").cache, body.cache)
             assert body.cache.dtype == torch.bfloat16
+
+    def test_a_dynamic_cache_does_not_lie_in_the_buffer(self, client: Client) -> None:
+        ids = torch.randint(20, 60, (1, TOKENS + 1))
+        sides: dict[str, Any] = {"source": SOURCE, "target": TARGET, "prompt_ids": ids}
+        with client.buffers() as buffers:
+            caches = [
+                translate_cache(to_hf(cache(TOKENS, seed=s)), client, buffers=buffers, **sides)
+                for s in (0, 1)
+            ]
+            assert buffers.ready_layers == 4
+        for seed, found in enumerate(caches):
+            expected = translate_cache(to_hf(cache(TOKENS, seed=seed)), client, **sides)
+            assert found is not None
+            assert expected is not None
+            assert_equal(from_hf(found), from_hf(expected))
 
     def test_refusals_are_the_bodys(self, client: Client) -> None:
         spoilt = cache(TOKENS)
