@@ -18,7 +18,7 @@ from the manifest and the recipe before any weight is read; whatever differs is 
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,14 +128,19 @@ def add_evidence(path: Path, evidence: Evidence, report_html: str | None = None)
     return publish_folder(Path(os.path.abspath(path)).parent, manifest.mapper_id, files)
 
 
-def load(path: Path) -> Artifact:
+def load(path: Path, *, admit: Callable[[Manifest, int], None] | None = None) -> Artifact:
     """Read, verify and check an artifact; nothing of it is used before its digest was compared.
 
-    Raises ``ArtifactError`` for whatever is missing, altered, surplus or not what it says.
+    ``admit`` is given the verified manifest and the bytes of all tensor files before any of these
+    is read; what it raises ends the load. Raises ``ArtifactError`` for whatever is missing,
+    altered, surplus or not what it says.
     """
     with open_folder(path) as folder:
         manifest = _read_manifest(folder, path)
         limits = _limits(manifest)
+        if admit is not None:
+            tensor_files = (_NEEDED | _OPTIONAL) - {MANIFEST}
+            admit(manifest, sum(folder.size(name) for name in tensor_files & folder.sums.keys()))
         data = {name: folder.read(name, at_most=limits[name]) for name in sorted(folder.sums)}
         digest = folder.digest
     try:

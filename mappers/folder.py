@@ -53,6 +53,10 @@ class OpenFolder:
     sums: Mapping[str, str]
     digest: str
 
+    def size(self, name: str) -> int:
+        """Bytes of a file as it is now; ``read`` reads no more than it is told."""
+        return os.fstat(self.files[name]).st_size
+
     def read(self, name: str, *, at_most: int) -> bytearray:
         """All bytes of a file, verified. Raises ``ArtifactError`` for other bytes or too many."""
         data = _read_all(self.files[name], name, at_most)

@@ -111,6 +111,14 @@ class Translator:
         self._layers = tuple(self._prepare(mapper.layers))
         self._wanted = frozenset(j for layer in mapper.layers for j in layer.sources)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights, biases and norms as they are applied."""
+        for layer in self._layers:
+            for prepared in (layer.keys, layer.values):
+                yield from (prepared.weight, prepared.bias)
+            if layer.key_norm is not None:
+                yield layer.key_norm
+
     def layers(
         self,
         source: Readable,

@@ -17,6 +17,8 @@ from service.settings import Settings
 from service.sharing import sharing_of
 from service.state import Service
 from service.store import Store
+from service.store_metrics import StoreCollector
+from service.watch import Watch
 from service.worker import Worker
 
 log = structlog.get_logger("service.app")
@@ -41,6 +43,7 @@ def create_app(settings: Settings) -> FastAPI:
     service = Service(settings, metrics, store, worker, Guards(settings), sharing)
     app.state.service = service
     metrics.registry.register(BreakerCollector(store, service.guards))
+    metrics.registry.register(StoreCollector(store))
     app.include_router(routes.router)
     app.include_router(buffer_routes.router)
     app.include_router(health.router)
@@ -57,9 +60,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
     loading = asyncio.create_task(_load(service))
     with _metrics_server(service):
-        async with service.sharing.running() if service.sharing else contextlib.nullcontext():
+        sharing = service.sharing.running() if service.sharing else contextlib.nullcontext()
+        async with sharing, _watched(service):
             yield
     await loading
+    service.store.close()
     service.worker.stop()
     service.guards.close()
 
@@ -68,12 +73,25 @@ async def _load(service: Service) -> None:
     """Meanwhile the port is open: /livez answers, /readyz says that we are starting."""
     await asyncio.to_thread(service.store.load_all)
     for entry in service.store.entries:
-        service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
         facts = {"id": entry.id, "state": entry.state, "error": entry.error}
         log.info("mapper", **facts, why_not_servable=entry.why_not_servable)
     for name in service.guards.policies.unused({entry.id for entry in service.store.entries}):
         log.warning("policy of a mapper that is not there", id=name)
     service.lifecycle.starting = False
+
+
+@contextlib.asynccontextmanager
+async def _watched(service: Service) -> AsyncIterator[None]:
+    """Look for new and changed artifacts, where that is switched on."""
+    every_seconds = service.settings.watch_seconds
+    if every_seconds is None:
+        yield
+        return
+    watching = asyncio.create_task(Watch(service.store).run(every_seconds))
+    try:
+        yield
+    finally:
+        watching.cancel()
 
 
 @contextlib.contextmanager

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from service.body import Body
+from service.entry import Entry
 from service.gate import Ruling
 from service.guards import Standing
 from service.ledger import Ledger
 from service.schemas import TranslateRequest
 from service.state import Service
-from service.store import Entry
 
 
 @dataclass(frozen=True, slots=True)

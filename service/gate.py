@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from mappers import forecast
 from mappers.accept import Verdict, decide, places_of
 from mappers.cache import KVCache
+from service.entry import Entry
 from service.guards import Standing
 from service.policy import Policy
 from service.schemas import TranslateRequest
-from service.store import Entry
 
 UNPROVEN_TAIL = 1
 

@@ -16,6 +16,7 @@ import structlog
 from mappers.suffix import SuffixCheck
 from service.audience import Audience
 from service.breaker import Breaker, Key, Phase, length_bucket
+from service.entry import Entry
 from service.errors import Problem
 from service.feedback import Feedback, FeedbackReceipt
 from service.policy import Policies, Policy
@@ -26,7 +27,6 @@ from service.sessions import Sessions
 from service.settings import Settings
 from service.shadow import Shadow
 from service.state_file import Answer, StateFile
-from service.store import Entry
 from service.suffixes import Suffixes
 from service.tail_feedback import SuffixReceipt, TailFeedback
 

@@ -52,7 +52,8 @@ async def live() -> Health:
 @router.get("/health", **_READY)
 @router.get("/v2/health/ready", include_in_schema=False)
 async def ready(service: TheService) -> Response:
-    """At least one mapper is verified, has passed its trial run, and requests are taken."""
+    """The preload list, or at least one mapper without a list, is verified and on a device that
+    gave the golden answer of the self-test, and requests are taken."""
     return _answer(_readiness(service))
 
 

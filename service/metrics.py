@@ -34,9 +34,6 @@ class Metrics:
         self.bytes = Counter(
             "kvt_bytes", "Bytes of KV read and answered", ["direction"], registry=registry
         )
-        self.resident_bytes = Gauge(
-            "kvt_mapper_resident_bytes", "Memory of a loaded mapper", ["pair"], registry=registry
-        )
         self.kl_bound = Histogram(
             "kvt_kl_bound_nats",
             "Certified KL of translated answers",

@@ -13,6 +13,7 @@ from mappers.suffix import SuffixCheck
 from service import answers, gate
 from service.body import Body, ClientGone
 from service.call import Call, Judged
+from service.entry import Entry
 from service.errors import Problem
 from service.guards import Claim, Standing
 from service.probing import Probing, check_probe, probe_side, queries_of
@@ -20,7 +21,6 @@ from service.schemas import Plan, ShadowRequest, TranslateRequest
 from service.settle import observe_stages
 from service.side import Side
 from service.state import Service
-from service.store import Entry
 from service.stream import Running
 from service.translation import Translation
 from service.transport import Approved, Transport
@@ -40,6 +40,7 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         judged = _judge(call, transport.request)
         if judged.ruling.reason is not None:
             return answers.reprefill(judged, judged.ruling.reason)
+        held.enter_context(call.service.store.using(judged.entry))
         claim = held.enter_context(_claim(judged))
         work = _reserve(judged, transport, held)
         await _ingest(call, transport, work)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mappers.probe import PROBE_TOKENS, ProbeQueries
+from service.entry import Entry
 from service.errors import Problem
 from service.gate import Ruling
 from service.schemas import TranslateRequest
 from service.side import Side
-from service.store import Entry
 
 
 @dataclass(frozen=True, slots=True)

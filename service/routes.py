@@ -16,13 +16,13 @@ from service.body_transport import BodyTransport
 from service.buffer_transport import BufferTransport
 from service.call import Call
 from service.digest import ContentDigest
+from service.entry import Entry
 from service.errors import Problem
 from service.feedback import MAX_FEEDBACK_BYTES, FeedbackReceipt
 from service.ledger import Ledger
 from service.openapi import JSON, OCTETS
 from service.schemas import MapperInfo, MapperList, Plan, TranslateRequest, read_document
 from service.state import Service, service_of
-from service.store import Entry
 from service.tail_feedback import SuffixReceipt, TailFeedback, read_posted
 from service.transport import Transport
 
@@ -135,19 +135,14 @@ async def load_mapper(mapper_id: str, service: TheService) -> MapperInfo:
     """Load a mapper, or load it again from disk; on failure the old one keeps serving."""
     entry = service.store.by_id(mapper_id)
     await asyncio.to_thread(service.store.load, entry)
-    return _counted(service, entry)
+    return _info(service, entry)
 
 
 @router.post("/mappers/{mapper_id}/unload", dependencies=[Depends(_admin)], **openapi.ADMIN)
 async def unload_mapper(mapper_id: str, service: TheService) -> MapperInfo:
     """Free a mapper's memory; requests that use it finish first."""
     entry = service.store.by_id(mapper_id)
-    entry.unload()
-    return _counted(service, entry)
-
-
-def _counted(service: Service, entry: Entry) -> MapperInfo:
-    service.metrics.resident_bytes.labels(entry.id).set(entry.resident_bytes)
+    service.store.unload(entry)
     return _info(service, entry)
 
 

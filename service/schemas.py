@@ -323,11 +323,16 @@ class MapperInfo(BaseModel):
 
     id: str
     state: Literal["ready", "unloaded", "failed"]
+    residency: Literal["disk", "host", "device"] = Field(
+        description="Where the weights are; what is on the device is in host memory as well."
+    )
     digest: str | None
     recipe: str | None
     source: SideInfo | None
     target: SideInfo | None
-    resident_bytes: int
+    resident_bytes: int = Field(description="Host memory of weights, prefixes and profile.")
+    device_bytes: int = Field(description="Memory of the weights as they are applied.")
+    load_seconds: float | None = Field(description="What the last load took.")
     evidence_rows: int
     certified_tokens: list[int] = Field(description="Prompt lengths that were measured.")
     probe_tokens: int = Field(0, description="Tokens of a probe; 0: it takes none.")

@@ -38,6 +38,17 @@ class Settings(BaseSettings, Policy):
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
     threads: int | None = Field(None, ge=1, description="Threads of one translation.")
+    preload: tuple[str, ...] = Field(
+        (), description="Mappers to load at the start and to keep; all that fit when empty."
+    )
+    watch_seconds: float | None = Field(
+        None, gt=0, description="Look for new and changed artifacts this often; none: never."
+    )
+    host_memory: int | None = Field(None, ge=1, description="Bytes of host memory for mappers.")
+    device_memory: int | None = Field(
+        None, ge=1, description="Bytes of the device for mappers, besides host memory on a CPU."
+    )
+    min_free: int = Field(0, ge=0, description="Bytes of a GPU that are left to other processes.")
 
     allow_unproven: bool = Field(False, description="Serve mappers without evidence; marked.")
     pairs: dict[str, Policy] = Field(

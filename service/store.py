@@ -1,167 +1,213 @@
-"""The mappers of this process: loaded, checked by a trial run, found by pair."""
+"""The mappers of this process: loaded within budgets, checked by a trial run, found by pair."""
 
-import math
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
+import structlog
 import torch
 
 import mappers.demo
 from mappers import artifact as artifacts
 from mappers.artifact import Artifact
-from mappers.cache import KVCache, consecutive
 from mappers.errors import ArtifactError, IdentityMismatch, KVTranslatorError
-from mappers.evidence import Evidence
-from mappers.identity import IdentityClaim, ModelIdentity, check
-from mappers.mapper import Mapper
-from mappers.probe import PROBE_TOKENS, ProbeQueries
+from mappers.identity import IdentityClaim, check
+from mappers.manifest import Manifest
 from mappers.servable import why_not_servable
-from mappers.suffix import Kind as SuffixKind
-from mappers.suffix import SuffixCheck, fit_suffix
-from mappers.translate import Translator
-from service.content import ContentGate
+from service.device import Device, bytes_beside, bytes_there, device_of
+from service.entry import Entry
 from service.errors import Problem
-from service.estimate import RunningFit
+from service.loaded import Loaded, Prepared, host_bytes, prepare, try_out, with_translator
 from service.policy import Policies
-from service.schemas import MapperInfo, SideInfo
+from service.residency import NoRoom, Residency, Resident
+from service.self_test import self_test
 from service.settings import Settings
 
-TRIAL_TOKENS = (32, 128)
-State = Literal["ready", "unloaded", "failed"]
+log = structlog.get_logger("service.store")
+
+LOADERS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a loaded mapper occupies memory with.
-
-    ``gain`` and ``offset`` bound its output: no absolute value of the answer exceeds
-    ``gain * (largest of the source) + offset``. ``content`` is what it holds against caches.
-    """
-
-    mapper: Mapper
-    translator: Translator
-    content: ContentGate
-    gain: float
-    offset: float
-    probe_queries: ProbeQueries | None
-    suffix_checks: Mapping[SuffixKind, SuffixCheck]
-
-
-@dataclass(slots=True)
-class Entry:
-    """One configured artifact. It is loaded by another thread than the one that serves, so a
-    request takes a ``snapshot`` and keeps it: evidence, digest and weights are of one artifact."""
-
-    path: Path
-    id: str
-    state: State = "unloaded"
-    error: str | None = None
-    digest: str | None = None
-    recipe: str | None = None
-    source: ModelIdentity | None = None
-    target: ModelIdentity | None = None
-    evidence: Evidence | None = None
-    rows_an_input: float = math.inf
-    why_not_servable: str | None = None
-    timing: RunningFit = field(default_factory=RunningFit)
-    _loaded: Loaded | None = None
-    _swapping: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def snapshot(self) -> "Entry":
-        """What it is now; time estimates are shared."""
-        with self._swapping:
-            return replace(self)
-
-    @property
-    def loaded(self) -> Loaded:
-        """The weights; raises ``Problem`` 503 when they are not there."""
-        if self._loaded is None:
-            raise Problem("mapper_not_ready", "the mapper of this pair is not loaded")
-        return self._loaded
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory of weights and exact prefixes; 0 when not loaded."""
-        if self._loaded is None:
-            return 0
-        mapper, profile = self._loaded.mapper, self._loaded.content.profile
-        return mapper.nbytes + mapper.prefixes.nbytes + (profile.nbytes if profile else 0)
-
-    def put(self, artifact: Artifact, loaded: Loaded) -> None:
-        """Start serving this artifact."""
-        mapper = artifact.mapper
-        with self._swapping:
-            self.id, self.digest = artifact.manifest.mapper_id, artifact.digest
-            self.recipe, self.evidence = mapper.recipe, artifact.evidence
-            self.source, self.target = mapper.source, mapper.target
-            self.rows_an_input = artifact.rows_an_input
-            self._loaded, self.state, self.error = loaded, "ready", None
-
-    def unload(self) -> None:
-        """Let go of the weights; requests that run keep theirs until they are done."""
-        with self._swapping:
-            self._loaded, self.state = None, "unloaded"
-
-    def info(self) -> MapperInfo:
-        """What ``/mappers`` says of it."""
-        evidence = self.evidence
-        lengths = {row.length for row in evidence.rows} if evidence else set()
-        return MapperInfo(
-            id=self.id,
-            state=self.state,
-            digest=self.digest,
-            recipe=self.recipe,
-            source=_side(self.source),
-            target=_side(self.target),
-            resident_bytes=self.resident_bytes,
-            evidence_rows=len(evidence.rows) if evidence else 0,
-            certified_tokens=sorted(lengths),
-            probe_tokens=PROBE_TOKENS if self._loaded and self._loaded.probe_queries else 0,
-            error=self.error,
-            why_not_servable=self.why_not_servable,
-        )
-
-
-Prepare = Callable[[], Loaded]
+TryOut = Callable[[], None]
 
 
 class Store:
-    """All entries, in the order of the settings. Loading happens off the event loop."""
+    """All entries, in the order of the settings. Loading happens off the event loop, on threads of
+    its own: a load delays neither a translation nor another load."""
 
-    def __init__(self, settings: Settings, on_device: Callable[[Prepare], Loaded]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        on_device: Callable[[TryOut], None],
+        device: Device | None = None,
+    ) -> None:
         self._settings, self._on_device = settings, on_device
-        self._changing = threading.Lock()
-        self.entries = [Entry(path, path.name) for path in artifact_folders(settings.artifacts)]
+        self._device = device or device_of(settings.device)
+        self._loaders = ThreadPoolExecutor(LOADERS, "kvt-loader")
+        self.residency = Residency(
+            {"host": settings.host_memory, "device": settings.device_memory},
+            free_bytes=self._device.free_bytes,
+            reclaim=self._device.reclaim,
+            min_free_bytes=settings.min_free,
+        )
+        self._proving, self._proven = threading.Lock(), False
+        self.entries = [Entry(path, path.name) for path in self.folders()]
+
+    def folders(self) -> list[Path]:
+        """The configured artifacts that there are now."""
+        return artifact_folders(self._settings.artifacts)
 
     def load_all(self) -> None:
-        """Load every entry; one that fails is marked and keeps the others from nothing."""
-        for entry in self.entries:
-            try:
-                self.load(entry)
-            except KVTranslatorError:
-                continue
+        """Load what is to be there from the start: the preload list, or else all that fits.
 
-    def load(self, entry: Entry) -> None:
-        """Load or reload one; on failure what was loaded before keeps serving."""
-        if not self._changing.acquire(blocking=False):
-            raise Problem("busy", "another mapper is being loaded; try again")
+        One that fails is marked and keeps the others from nothing.
+        """
+        for first in [self._loaders.submit(self._first_load, entry) for entry in self.entries]:
+            first.result()
+
+    def load(self, entry: Entry, *, evict: bool = True) -> None:
+        """Load or reload one; on failure what was loaded before keeps serving.
+
+        Raises Problem (busy, or no room), ArtifactError, or another error of the library.
+        """
+        if not entry.changing.acquire(blocking=False):
+            raise Problem("busy", "this mapper is being loaded; try again")
+        started = time.perf_counter()
         try:
-            artifact = artifacts.load(entry.path)
-            if artifact.evidence is None and not self._settings.allow_unproven:
-                raise ArtifactError("the mapper has no evidence of its quality")
-            device, timing = self._settings.device, entry.timing
-            entry.put(artifact, self._on_device(lambda: _prepare(artifact, device, timing)))
-            entry.why_not_servable = self._why_not_servable(artifact)
-        except KVTranslatorError as error:
+            self._load(entry, evict)
+            entry.load_seconds = time.perf_counter() - started
+        except (KVTranslatorError, NoRoom) as error:
             entry.error = str(error)
-            entry.state = "ready" if entry.state == "ready" else "failed"
+            if entry.prepared is None and not isinstance(error, NoRoom):
+                entry.state = "failed"
             raise
         finally:
-            self._changing.release()
+            entry.changing.release()
+
+    def unload(self, entry: Entry) -> None:
+        """Let go of the weights; requests that use them finish first."""
+        entry.wanted, resident = False, entry.resident
+        if resident is not None:
+            entry.left(resident, "host")
+            self.residency.replace(resident)
+
+    def using(self, entry: Entry) -> contextlib.AbstractContextManager[None]:
+        """Keep a snapshot's weights where they are. Raises ``Problem`` 503 if they have left."""
+        if entry.resident is None:
+            raise Problem("mapper_not_ready", "the mapper of this pair is not loaded")
+        return self.residency.lease(entry.resident)
+
+    def take_up(self, path: Path) -> bool:
+        """An artifact is new or has changed: a loaded one is swapped, one that was not loaded is
+        taken as at the start, on a loader's thread. False: it is being loaded; ask again."""
+        found = next((entry for entry in self.entries if entry.path == path), None)
+        entry = found or Entry(path, path.name)
+        if entry.changing.locked():
+            return False
+        if found is None:
+            self.entries.append(entry)
+        if entry.state == "failed":
+            entry.state, entry.error = "unloaded", None
+        self._loaders.submit(self._first_load if entry.prepared is None else self._swap, entry)
+        return True
+
+    def close(self) -> None:
+        """Wait for loads that have begun."""
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+
+    def _first_load(self, entry: Entry) -> None:
+        preload = self._settings.preload
+        try:
+            if not preload or entry.id in preload:
+                self.load(entry, evict=False)
+            else:
+                entry.describe(artifacts.load_manifest(entry.path))
+        except NoRoom:
+            self._describe(entry)
+        except KVTranslatorError as error:
+            entry.state, entry.error = "failed", str(error)
+
+    def _swap(self, entry: Entry) -> None:
+        try:
+            self.load(entry)
+        except (KVTranslatorError, Problem) as error:
+            log.warning("mapper not swapped", id=entry.id, why=str(error))
+
+    def _describe(self, entry: Entry) -> None:
+        with contextlib.suppress(ArtifactError):  # it was read a moment ago
+            entry.describe(artifacts.load_manifest(entry.path))
+
+    def _load(self, entry: Entry, evict: bool) -> None:
+        resident = Resident(entry.id, entry.left, pinned=entry.id in self._settings.preload)
+        with contextlib.ExitStack() as held:
+            # The version that serves now does not make room for one that may prove bad.
+            with contextlib.suppress(Problem):
+                held.enter_context(self.using(entry))
+
+            def admit(manifest: Manifest, nbytes: int) -> None:
+                room = self.residency.room(resident, "host", nbytes, evict=evict)
+                held.enter_context(room)
+
+            artifact = artifacts.load(entry.path, admit=admit)
+            if artifact.evidence is None and not self._settings.allow_unproven:
+                raise ArtifactError("the mapper has no evidence of its quality")
+            prepared = prepare(artifact)
+            self.residency.settle(resident, "host", host_bytes(prepared))
+            loaded = held.enter_context(self._placed(entry, resident, prepared, evict=evict))
+            before = entry.put(artifact, prepared, loaded, resident)
+        if before is not None:
+            self.residency.replace(before)
+        entry.why_not_servable = self._why_not_servable(artifact)
+
+    @contextlib.contextmanager
+    def _placed(
+        self, entry: Entry, resident: Resident, prepared: Prepared, *, evict: bool
+    ) -> Iterator[Loaded]:
+        """The mapper's weights on the device, tried out there; they stay until the block ends."""
+        self._prove()
+        mapper = prepared.mapper
+        most = bytes_there(mapper, self._device)
+        with self.residency.room(resident, "device", most, evict=evict):
+            try:
+                translator = self._device.translator(mapper)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise NoRoom("device", most, "it cannot be allocated now") from error
+            loaded = with_translator(prepared, translator)
+            self._on_device(lambda: try_out(loaded, entry.timing))
+            self.residency.settle(resident, "device", bytes_beside(translator, mapper))
+            yield loaded
+
+    def _prove(self) -> None:
+        """Once: nothing is placed on a device that does not give the golden answer."""
+        with self._proving:
+            if not self._proven:
+                self._on_device(lambda: self_test(self._device))
+                self._proven = True
+
+    def _fetch(self, entry: Entry) -> None:
+        """Have it brought to the device; whoever asks meanwhile re-prefills."""
+        if entry.wanted and entry.state == "unloaded" and not entry.changing.locked():
+            self._loaders.submit(self._bring, entry)
+
+    def _bring(self, entry: Entry) -> None:
+        try:
+            if entry.prepared is not None:
+                self._raise(entry)
+            elif entry.state == "unloaded":
+                self.load(entry)
+        except (KVTranslatorError, Problem) as error:
+            log.warning("mapper not loaded", id=entry.id, why=str(error))
+
+    def _raise(self, entry: Entry) -> None:
+        """From host memory back to the device, unless another request's fetch was first."""
+        with entry.changing:
+            prepared, resident = entry.prepared, entry.resident
+            if entry.state == "unloaded" and prepared is not None and resident is not None:
+                with self._placed(entry, resident, prepared, evict=True) as loaded:
+                    entry.raised(loaded, resident)
 
     def _why_not_servable(self, artifact: Artifact) -> str | None:
         # Asked once: it weighs every domain and length.
@@ -184,29 +230,32 @@ class Store:
         raise Problem("mapper_not_found", "GET /mappers lists those that there are")
 
     def find(self, source: IdentityClaim, target: IdentityClaim) -> Entry:
-        """A snapshot of the first entry for this pair.
+        """A snapshot of the first entry for this pair; one that has left the device is fetched.
 
         Raises ``Problem`` 404 or 503, or ``IdentityMismatch``.
         """
         mismatch: IdentityMismatch | None = None
-        for entry in (one.snapshot() for one in self.entries):
-            if entry.source is None or entry.target is None:
+        for entry in self.entries:
+            snapshot = entry.snapshot()
+            if snapshot.source is None or snapshot.target is None:
                 continue
-            if (entry.source.model, entry.target.model) != (source.model, target.model):
+            if (snapshot.source.model, snapshot.target.model) != (source.model, target.model):
                 continue
             try:
-                check(entry.source, source, "source")
-                check(entry.target, target, "target")
+                check(snapshot.source, source, "source")
+                check(snapshot.target, target, "target")
             except IdentityMismatch as error:
                 mismatch = mismatch or error
                 continue
-            return entry
+            self._fetch(entry)
+            return snapshot
         raise mismatch or Problem("pair_not_found", "GET /mappers lists the pairs that there are")
 
     @property
     def ready(self) -> bool:
-        """Whether at least one mapper can be used."""
-        return any(entry.state == "ready" for entry in self.entries)
+        """Whether all of the preload list can be used, or at least one mapper without a list."""
+        ready = {entry.id for entry in self.entries if entry.state == "ready"}
+        return ready.issuperset(self._settings.preload) and bool(ready)
 
 
 def artifact_folders(given: Iterable[Path]) -> list[Path]:
@@ -217,55 +266,3 @@ def artifact_folders(given: Iterable[Path]) -> list[Path]:
         one = (root / artifacts.MANIFEST).exists() or not root.is_dir()
         folders += [root] if one else artifacts.find(root)
     return folders
-
-
-def _prepare(artifact: Artifact, device: str, timing: RunningFit) -> Loaded:
-    mapper = artifact.mapper
-    translator = Translator(mapper, device=torch.device(device))
-    maps = [affine for _, affine in mapper.affine_maps()]
-    loaded = Loaded(
-        mapper,
-        translator,
-        ContentGate.of(
-            artifact.profile, artifact.evidence, mapper.source, mapper.skipped_positions
-        ),
-        gain=max(float(m.weight.float().abs().sum(0).max()) for m in maps),
-        offset=max(float(m.bias.float().abs().max()) for m in maps),
-        probe_queries=artifact.probe_queries,
-        suffix_checks=fit_suffix(artifact.evidence.rows if artifact.evidence else ()),
-    )
-    _try_out(loaded, timing)
-    return loaded
-
-
-def _try_out(loaded: Loaded, timing: RunningFit) -> None:
-    """Translate noise of two lengths: proves that the mapper runs, and starts the time estimate."""
-    source = loaded.mapper.source
-    generator = torch.Generator().manual_seed(0)
-    for tokens in TRIAL_TOKENS:
-        shape = (tokens, source.num_kv_heads, source.head_dim)
-        layers = tuple(torch.randn(shape, generator=generator) for _ in range(source.num_layers))
-        noise = KVCache(layers, layers, consecutive(tokens))
-        started = time.perf_counter()
-        answer = loaded.translator.translate(noise, dtype=torch.float32)
-        timing.add(tokens, time.perf_counter() - started)
-        if not all(bool(torch.isfinite(t).all()) for t in (*answer.keys, *answer.values)):
-            raise ArtifactError("the mapper gives values that are not finite")
-
-
-def _side(identity: ModelIdentity | None) -> SideInfo | None:
-    if identity is None:
-        return None
-    return SideInfo(
-        model=identity.model,
-        version=identity.version,
-        rope_theta=identity.rope.theta,
-        rope_type=identity.rope.type,
-        dtype=identity.dtype,
-        kv_dtype=identity.kv_dtype,
-        kv_scales=identity.kv_scales,
-        kv_zero_points=identity.kv_zero_points,
-        num_layers=identity.num_layers,
-        num_kv_heads=identity.num_kv_heads,
-        head_dim=identity.head_dim,
-    )

@@ -18,10 +18,10 @@ from mappers.sample import largest
 from mappers.stored import AnyCache, restored
 from service.errors import Problem
 from service.gate import Ruling
+from service.loaded import Loaded
 from service.probing import Probing
 from service.schemas import TranslateRequest
 from service.side import Side
-from service.store import Loaded
 from service.wire import TensorSpec
 from service.worker import Emission
 

@@ -96,6 +96,13 @@ def _bare(annotation: Any) -> Any:
 
 _GROUPS = {
     "Where and what": ("config", "host", "port", "metrics_port", "artifacts", "device", "threads"),
+    "What is loaded": (
+        "preload",
+        "watch_seconds",
+        "host_memory",
+        "device_memory",
+        "min_free",
+    ),
     "When a translation is good enough": (
         "max_kl",
         "risk",

@@ -20,12 +20,13 @@ from mappers.evidence import Evidence, EvidenceRow
 from mappers.probe import PROBE_TOKENS
 from service import gate
 from service.breaker import Key
+from service.entry import Entry
 from service.gate import Ruling
 from service.guards import Standing
 from service.policy import Policy
 from service.schemas import TranslateRequest, read_request
 from service.settings import Settings
-from service.store import Entry, Store
+from service.store import Store
 from tests.bench.gate_data import Family, Measured, Prefix
 
 FOLDS = 8

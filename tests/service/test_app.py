@@ -126,7 +126,7 @@ def test_metrics_count_what_happened(client: TestClient) -> None:
     assert 0 < float(saved.split()[-1]) < 60
     assert "kvt_build_info{" in text
     assert f'kvt_kl_bound_nats_count{{pair="{mapper}"}} 1.0' in text
-    assert f'kvt_mapper_resident_bytes{{pair="{mapper}"}} ' in text
+    assert f'kvt_mapper_resident_bytes{{pair="{mapper}",tier="host"}} ' in text
 
 
 def test_labels_are_bounded(client: TestClient) -> None:

@@ -24,11 +24,11 @@ from mappers.metrics import Reference
 from mappers.translate import Translator
 from service.client import Client, Outcome, Reprefill, Translated
 from service.demo.family import EMBEDDED, Direction, directions, prompts
+from service.entry import Entry
 from service.eprocess import STAKES, reserve
 from service.feedback import FeedbackReceipt
 from service.schemas import TranslateRequest
 from service.settings import Settings
-from service.store import Entry
 from tests.service.reporting import Clock, served
 
 TOKENS, PROMPTS = 128, 12

@@ -285,7 +285,7 @@ def test_a_mapper_that_goes_while_it_translates_finishes_what_it_began(
         before.append(entry.digest)
 
         def swap(index: int, layer: Any) -> Any:
-            entry.unload()
+            app.state.service.store.unload(entry)
             entry.digest, entry.evidence = "sha256:another", None
             return layer
 

@@ -12,12 +12,13 @@ import pytest
 from mappers.accept import Verdict
 from mappers.evidence import Evidence
 from service import gate
+from service.entry import Entry
 from service.gate import DETAILS, Ruling, rule
 from service.guards import Standing
 from service.policy import Policy
 from service.schemas import REASONS, TranslateRequest, read_request
 from service.settings import Settings
-from service.store import Entry, Store
+from service.store import Store
 from tests.service.pair import KLS, ROWS, document
 
 

@@ -14,9 +14,10 @@ from mappers import artifact
 from mappers.evidence import Arm, Evidence, EvidenceRow
 from mappers.manifest import ManifestFacts
 from mappers.profile import scorer
+from service.entry import Entry
 from service.policy import Policy
 from service.settings import Settings
-from service.store import Entry, Store
+from service.store import Store
 from tests.bench.gate_data import Measured, Prefix
 from tests.bench.gate_promise import ASKED, Served, line, request_for
 from tests.mappers.texts import AUTHOR, profile

@@ -1,0 +1,90 @@
+"""Where translations run, as the store needs to know it: weights go there, and how much fits."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mappers.mapper import Mapper
+from mappers.translate import Translator
+
+
+class Device(Protocol):
+    """A place for translators; ``weight_bytes`` is the size of one weight there."""
+
+    weight_bytes: int
+
+    def translator(self, mapper: Mapper) -> Translator:
+        """The mapper's weights, on the device when this returns; from any thread."""
+
+    def free_bytes(self) -> int | None:
+        """Memory that nobody uses, other processes included; None where there is no such bound."""
+
+    def reclaim(self) -> None:
+        """Give memory that was freed back to the device."""
+
+
+class Cpu:
+    """The device is the host: weights that need no conversion stay where they are."""
+
+    weight_bytes = 4
+
+    def translator(self, mapper: Mapper) -> Translator:
+        """Float32 weights."""
+        return Translator(mapper)
+
+    def free_bytes(self) -> int | None:
+        """The host's memory is bounded by its budget alone."""
+        return None
+
+    def reclaim(self) -> None:
+        """The allocator of the host needs no word."""
+
+
+class Cuda:
+    """One GPU, which other processes may share."""
+
+    weight_bytes = 2
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        self._stream: torch.cuda.Stream | None = None
+
+    def translator(self, mapper: Mapper) -> Translator:
+        """Bfloat16 weights, copied on a stream of their own: translations go on meanwhile."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            translator = Translator(mapper, device=self._device)
+        self._stream.synchronize()
+        return translator
+
+    def free_bytes(self) -> int | None:
+        """As the driver sees it; what torch keeps for reuse counts as used until ``reclaim``."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def reclaim(self) -> None:
+        """Empty torch's cache of freed blocks."""
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+
+def device_of(name: str) -> Device:
+    """The device that the settings name."""
+    return Cpu() if name == "cpu" else Cuda(name)
+
+
+def bytes_there(mapper: Mapper, device: Device) -> int:
+    """At most what a translator of this mapper occupies: weights converted, the rest as it is."""
+    weights = sum(affine.weight.numel() for _, affine in mapper.affine_maps())
+    stored = sum(affine.weight.nbytes for _, affine in mapper.affine_maps())
+    return mapper.nbytes - stored + weights * device.weight_bytes
+
+
+def bytes_beside(translator: Translator, mapper: Mapper) -> int:
+    """What a translator occupies beside the mapper's own tensors, which it may use as they are."""
+    shared = {_memory(affine.weight) for _, affine in mapper.affine_maps()}
+    return sum(t.nbytes for t in translator.tensors() if _memory(t) not in shared)
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
