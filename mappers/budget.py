@@ -91,17 +91,37 @@ def choose(
         )
 
     sums = add(empty_sums(reading, source, target), fitted, "fitted")
-    tried = list(_candidates(reading, source, target, fitted, sums, progress))
-    kl = held_out_kl([mapper for _, mapper in tried], source, target, held_out, progress=progress)
-    rows = [_row(*one, *tails) for one, tails in zip(tried, kl.tolist(), strict=True)]
-    order = kl.log().mean(1).argsort(stable=True).tolist()
+    tried = judged(reading, source, target, fitted, held_out, sums, progress=progress)
     choice = Choice(
         budget=budget,
         flops_per_token=allowed_flops(budget, geometry, plan.k),
         held_out_windows=len(held_out.windows),
-        candidates=tuple(rows[index] for index in order),
+        candidates=tuple(row for _, row in tried),
     )
-    return Chosen(tried[order[0]][0], add(sums, held_out, "all"), choice)
+    return Chosen(tried[0][0], add(sums, held_out, "all"), choice)
+
+
+def judged(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    fitted: Corpus,
+    held_out: Corpus,
+    sums: PairMoments,
+    *,
+    progress: bool = True,
+) -> list[tuple[FitPlan, Candidate]]:
+    """Every candidate's plan and what was measured of it, the best first.
+
+    ``plan`` is as ``as_reads`` gives it; ``sums`` are of the windows of ``fitted``.
+    """
+    tried = list(_candidates(plan, source, target, fitted, sums, progress))
+    kl = held_out_kl([mapper for _, mapper in tried], source, target, held_out, progress=progress)
+    rows = [
+        (own, _row(own, mapper, *tails))
+        for (own, mapper), tails in zip(tried, kl.tolist(), strict=True)
+    ]
+    return [rows[index] for index in kl.log().mean(1).argsort(stable=True).tolist()]
 
 
 def _candidates(

@@ -4,12 +4,10 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from mappers.budget import _candidates, as_reads
-from mappers.corpus import Corpus
+from mappers.budget import as_reads, judged
 from mappers.geometry import Geometry
-from mappers.held_out import held_out_kl, hold_out
-from mappers.moments import PairMoments
-from mappers.plan import Budget, FitPlan
+from mappers.held_out import hold_out
+from mappers.plan import Budget
 from tests.bench.recipe_bench.candidates import Candidate, Group, fit_plan, our_plan
 from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
 from tests.bench.recipe_bench.sums import FITTED, PairSums, Part, with_heads
@@ -36,19 +34,10 @@ def _fit(models: Models, sums: PairSums, *, budget: Budget, k: int) -> Fitted:
     fitted, held_out = hold_out(sums.corpus)
     part = sums.moments({Part("joint", FITTED, plan.lags)})
     began = time.process_time()
-    best = _best(models, plan, part, fitted, held_out)
+    tried = judged(plan, models.source, models.target, fitted, held_out, part)
     spent = time.process_time() - began
     whole = sums.moments(everything)
     began = time.process_time()
-    mapper = fit_plan(models, sums.corpus, whole, best)
+    mapper = fit_plan(models, sums.corpus, whole, tried[0][0])
     spent += time.process_time() - began
     return of_mapper(mapper, spent + sums.collecting_seconds(everything))
-
-
-def _best(
-    models: Models, plan: FitPlan, sums: PairMoments, fitted: Corpus, held_out: Corpus
-) -> FitPlan:
-    sides = (models.source, models.target)
-    tried = [*_candidates(plan, *sides, fitted, sums, False)]
-    kl = held_out_kl([mapper for _, mapper in tried], *sides, held_out)
-    return tried[int(kl.log().mean(1).argmin())][0]
