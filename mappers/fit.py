@@ -6,6 +6,7 @@ texts -> windows -> both models -> sums -> source layers -> maps -> exact prefix
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from mappers.corpus import Corpus, refuse_overlap
 from mappers.distill import Schedule, distill
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
+from mappers.fit_in_parts import fit_in_parts, shares_needed
 from mappers.geometry import Geometry
 from mappers.identity import check_pair
 from mappers.manifest import Calibration, Choice, ManifestFacts
@@ -37,7 +39,8 @@ from mappers.queries import collect_probe_queries
 from mappers.report import render
 from mappers.selection import Selection, select
 from mappers.sensitivity import weigher
-from mappers.solving import solved_mapper
+from mappers.solving import mapper_of, solved_mapper
+from mappers.sums_memory import Shares
 
 
 def fit(plan: FitPlan, *, progress: bool = True) -> Path:
@@ -58,6 +61,7 @@ def fit_pair(
     """``fit`` for models that are loaded already; ``plan.source`` and ``.target`` are not read."""
     check_pair(source.identity, target.identity)
     geometry = Geometry.of(source.identity, target.identity)
+    shares = shares_needed(as_reads(plan, geometry), geometry)
     corpus = calibration_windows(plan, target)
     require_rows(as_reads(plan, geometry), corpus, geometry)
     texts = evaluation_texts(
@@ -71,29 +75,12 @@ def fit_pair(
     profile = ProfileBuilder(
         source.identity, windows=len(corpus.windows), skip_positions=plan.skip_positions
     )
-    choice = None
-    if plan.budget is None:
-        empty = empty_sums(plan, source, target)
-        moments = first_pass(plan, source, target, corpus, empty, profile, progress=progress)
-    else:
-        plan, moments, choice = choose(
-            plan, plan.budget, source, target, corpus, profile, progress=progress
-        )
-    weigh = weigher(plan, source, target, corpus, moments, progress=progress)
-    selection = select(
-        moments,
-        plan.k,
-        plan.ridge,
-        method=plan.selection,
-        share=plan.share,
-        spread=plan.spread,
-        weigh=weigh,
-    )
-    mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
+    fitted = _at_once if shares is None else partial(_in_parts, shares=shares)
+    mapper, facts = fitted(plan, source, target, corpus, profile, progress=progress)
     folder = artifact.publish(
         plan.root,
         mapper,
-        manifest_facts(plan, corpus, moments, selection, choice),
+        facts,
         profile=profile.profile(),
         probe_queries=collect_probe_queries(target, corpus.windows),
     )
@@ -119,6 +106,56 @@ def fit_pair(
     return folder
 
 
+def _at_once(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    profile: ProfileBuilder,
+    *,
+    progress: bool,
+) -> tuple[Mapper, ManifestFacts]:
+    choice = None
+    if plan.budget is None:
+        empty = empty_sums(plan, source, target)
+        moments = first_pass(plan, source, target, corpus, empty, profile, progress=progress)
+    else:
+        plan, moments, choice = choose(
+            plan, plan.budget, source, target, corpus, profile, progress=progress
+        )
+    weigh = weigher(plan, source, target, corpus, moments, progress=progress)
+    selection = select(
+        moments,
+        plan.k,
+        plan.ridge,
+        method=plan.selection,
+        share=plan.share,
+        spread=plan.spread,
+        weigh=weigh,
+    )
+    mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
+    return mapper, manifest_facts(plan, corpus, moments.count, selection, choice)
+
+
+def _in_parts(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    profile: ProfileBuilder,
+    shares: Shares,
+    *,
+    progress: bool,
+) -> tuple[Mapper, ManifestFacts]:
+    """A budget buys one choice a target layer, as many reads for each: to let candidates compete
+    would take the passes of each."""
+    plan = as_reads(plan, Geometry.of(source.identity, target.identity))
+    parts = fit_in_parts(plan, source, target, corpus, profile, shares, progress=progress)
+    mapper = mapper_of(plan, source, target, corpus, parts.layers)
+    mapper = completed(plan, source, target, corpus, mapper, progress=progress)
+    return mapper, manifest_facts(plan, corpus, parts.rows, parts.selection)
+
+
 def make_mapper(
     plan: FitPlan,
     source: LoadedModel,
@@ -134,6 +171,19 @@ def make_mapper(
     mapper = solved_mapper(
         plan, source, target, corpus, moments, selection.reads, weighted=weighted, progress=progress
     )
+    return completed(plan, source, target, corpus, mapper, progress=progress)
+
+
+def completed(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    mapper: Mapper,
+    *,
+    progress: bool = True,
+) -> Mapper:
+    """The mapper with its exact prefixes, and trained on if the plan says so."""
     known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
     mapper = replace(mapper, prefixes=exact_prefixes(target, known))
     if not plan.distill_steps:
@@ -146,7 +196,7 @@ def make_mapper(
 def manifest_facts(
     plan: FitPlan,
     corpus: Corpus,
-    moments: PairMoments,
+    rows: int,
     selection: Selection,
     choice: Choice | None = None,
 ) -> ManifestFacts:
@@ -159,7 +209,7 @@ def manifest_facts(
             corpus_digest=corpus.digest,
             documents=len(corpus.document_digests),
             tokens=corpus.tokens,
-            rows=moments.count,
+            rows=rows,
             document_digests=tuple(sorted(corpus.document_digests)),
         ),
         row_weights=plan.row_weights,

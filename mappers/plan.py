@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from mappers.head_selection import Share
 from mappers.mapper import LAGS_AT_MOST
@@ -40,7 +40,8 @@ class FitPlan(BaseModel):
     prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
     ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
     template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
-    needs no second pass; without it they are beside the artifact until it is done.
+    needs no second pass; without it they are beside the artifact until it is done. Sums that take
+    more than ``sums_memory_bytes`` are never held at once (``mappers.fit_in_parts``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +65,7 @@ class FitPlan(BaseModel):
     distill_steps: Annotated[int, Field(ge=0)] = 0
     ridge: Annotated[float, Field(gt=0)] = 1e-4
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    sums_memory_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(16 * 2**30)
     windows: Count = 200
     window_tokens: Annotated[int, Field(ge=16)] = 1024
     stride: Count = 4

@@ -36,6 +36,17 @@ def solved_mapper(
         _solved(plan, moments, reads, weighted, layer)
         for layer in steps(range(target.identity.num_layers), "solving", show=progress)
     )
+    return mapper_of(plan, source, target, corpus, layers)
+
+
+def mapper_of(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    layers: tuple[LayerMap, ...],
+) -> Mapper:
+    """Solved layers as a mapper without exact prefixes, keys on the target's norm if asked for."""
     if plan.key_norm and target.identity.k_norm:
         layers = with_key_norms(layers, target, corpus)
     return Mapper(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from service.commands import models
 from service.commands.exits import Code, Failure, fault_of
@@ -99,6 +99,15 @@ def fit(
     distill_steps: Annotated[
         int, typer.Option(min=0, help="Training after the fit.", rich_help_panel=_FIT)
     ] = 0,
+    sums_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Sums that take more are cut, and fitted in as many passes.",
+            show_default="16GiB",
+            rich_help_panel=_FIT,
+        ),
+    ] = None,
     ridge: Annotated[
         float, typer.Option(help="Relative to the mean diagonal.", rich_help_panel=_FIT)
     ] = 1e-4,
@@ -160,6 +169,8 @@ def fit(
     models.quiet()
     named = {"recipe": recipe, "k": k, "selection": selection, "share": share, "spread": spread}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if sums_memory is not None:
+        given["sums_memory_bytes"] = sums_memory
     if not given.keys() & {"recipe", "k"}:
         budget = budget or "paper"
     lists = {"lengths": lengths, "native_tails": native_tails}
@@ -205,13 +216,14 @@ def print_choice(folder: Path) -> None:
     if choice is None:
         return
     table = Table(
-        *("recipe", "heads", "lags", "choice of"),
-        title=f"{choice.budget}: at most {choice.flops_per_token / 1e6:.3g} MFLOP a token, "
-        f"judged on {choice.held_out_windows} windows",
+        "recipe",
+        *(Column(name, justify="right") for name in ("heads", "lags")),
+        "share",
+        *(Column(name, justify="right") for name in ("spread", "MFLOP", "tail 1", "tail 32")),
+        title=f"{choice.budget}: at most {choice.flops_per_token / 1e6:.3g} MFLOP a token; KL on "
+        f"{choice.held_out_windows} windows held out, at native tails of 1 and 32",
         title_justify="left",
     )
-    for name in ("spread", "MFLOP a token", "KL, tail 1", "KL, tail 32"):
-        table.add_column(name, justify="right")
     for tried in choice.candidates:
         table.add_row(
             tried.recipe,
