@@ -130,8 +130,9 @@ class LeasedClaim(IdentityClaim):
 class BufferRequest(TranslateRequest):
     """A request whose caches lie in two buffers of the caller, and not in a body.
 
-    The source's tensors, and after them a probe's, lie end to end from byte 0 in the order in which
-    the body would hold them. The target's are written likewise.
+    The source's tensors, and after them a probe's, lie end to end from byte 0: layer by layer, keys
+    then values, after them the layer's scales and zero points (of keys, then of values, each). The
+    target's are written likewise.
     """
 
     source: LeasedClaim

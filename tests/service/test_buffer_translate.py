@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from starlette.testclient import TestClient
 
 from mappers.cache import DTYPES
 from mappers.layouts import Layout, write_layer
+from mappers.mapper import Mapper
+from mappers.quantize import Storage
+from mappers.stored import store
 from service import translation
 from service.app import create_app
 from service.settings import Settings
 from tests.service.live import SAFETENSORS, assert_problem
-from tests.service.pair import SOURCE, TARGET, Request, claim, good, mapper, publish
+from tests.service.pair import SOURCE, TARGET, Request, cache, claim, good, mapper, publish
 from tests.service.sharing import Leased, Sharer, exchange
+from tests.service.test_stored import TOKENS, mapper_of, parts_of, request_of
 
 ROOM_BYTES = 1 << 16
 PAGED = (Layout.VLLM_HN2D, Layout.VLLM_2BNHD)
@@ -95,12 +100,33 @@ def test_eight_bits_have_the_bodys_bits(
         SOURCE.model_copy(update={"kv_dtype": stored}),
         TARGET.model_copy(update={"kv_dtype": wanted}),
     )
-    publish(tmp_path / "artifacts", mapper(*pair))
-    changes = {"artifacts": (tmp_path / "artifacts",), "buffers": tmp_path / "s"}
+    with serving(settings, tmp_path, mapper(*pair)) as client:
+        assert_same(Sharer(client), in_dtypes(good(24), stored, wanted))
+
+
+@pytest.mark.parametrize("layout", [Layout.NHD, Layout.LMCACHE])
+def test_scales_and_zero_points_lie_in_the_buffers_too(
+    settings: Settings, tmp_path: Path, layout: Layout
+) -> None:
+    source, target = Storage("int8", "per_token_head", True), Storage("int8", "per_head")
+    parts = parts_of(store(cache(TOKENS), source), layout, None)
+    kinds = ("k", "v", "k_scale", "v_scale", "k_zero", "v_zero")
+    order = ["kv", *(f"layers.{layer}.{kind}" for layer in range(3) for kind in kinds)]
+    tensors = {name: parts[name] for name in order if name in parts}
+    assert tensors.keys() == parts.keys()
+    request = Request(request_of(source, target, layout=layout.value), tensors)
+    with serving(settings, tmp_path, mapper_of(source, target)) as client:
+        assert_same(Sharer(client), request)
+
+
+@contextmanager
+def serving(settings: Settings, folder: Path, built: Mapper) -> Iterator[TestClient]:
+    publish(folder / "artifacts", built)
+    changes = {"artifacts": (folder / "artifacts",), "buffers": folder / "s"}
     with TestClient(create_app(settings.model_copy(update=changes))) as client:
         while client.get("/startupz").status_code != 200:
             pass
-        assert_same(Sharer(client), in_dtypes(good(24), stored, wanted))
+        yield client
 
 
 def in_dtypes(request: Request, stored: str, wanted: str) -> Request:
