@@ -83,8 +83,14 @@ def against_tails(results: Sequence[Result], shared: Sequence[EvidenceRow]) -> I
 
 
 def speeds(results: Sequence[Result]) -> Iterator[Speed]:
-    """Fits of aither-kvcache against the default of the same cost."""
-    for other, own in _opponents(results):
+    """Fits of aither-kvcache against our fit of the same maps, and the default of their cost."""
+    same = [
+        (other, own)
+        for other in results
+        for own in results
+        if own.recipe == other.recipe.replace("aither-kvcache", "full_head")
+    ]
+    for other, own in [*same, *_opponents(results)]:
         if other.recipe.startswith("aither"):
             faster = other.fit_seconds / own.fit_seconds
             yield Speed(own.pair, own.recipe, other.recipe, faster, SPEED_AIM)
