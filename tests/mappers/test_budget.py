@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mappers import artifact
 from mappers import collect as collecting
-from mappers.budget import allowed_flops, as_reads
+from mappers.budget import SPREADS, allowed_flops, as_reads
 from mappers.errors import LayoutError, TooFewData
 from mappers.fit import fit_pair
 from mappers.geometry import Geometry
@@ -104,7 +104,7 @@ def test_what_is_published_is_the_best_fitted_on_all_windows(
     ranks = [tried.kl_tail_1 * tried.kl_tail_32 for tried in manifest.choice.candidates]
     assert ranks == sorted(ranks)
     assert {(tried.share, tried.spread) for tried in manifest.choice.candidates} == {
-        (share, spread) for share in ("head", "layer") for spread in (1, 2, 4)
+        (share, spread) for share in ("head", "layer") for spread in SPREADS
     }
     assert all(
         tried.flops_per_token <= manifest.choice.flops_per_token

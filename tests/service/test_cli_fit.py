@@ -1,0 +1,67 @@
+"""``kvt fit`` under a budget, which is its default, and a recipe that is named instead."""
+
+from pathlib import Path
+
+import pytest
+
+from mappers.artifact import load_manifest
+from mappers.plan import FitPlan
+from service.commands.exits import Code
+from service.policy import Policy
+from tests.service.test_cli import assert_one_line, kvt
+from tests.service.tiny_family import save_models, save_texts
+
+SHORT = ("--windows", 12, "--window-tokens", 128, "--stride", 1, "--lags", 0)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> tuple[object, ...]:
+    save_models(tmp_path)
+    save_texts(tmp_path / "text")
+    sides = ("--source", tmp_path / "small", "--target", tmp_path / "large")
+    text = ("--calibration", tmp_path / "text" / "calibration.jsonl")
+    return ("fit", *sides, *text, "--root", tmp_path / "artifacts")
+
+
+def test_without_a_recipe_the_best_of_the_papers_budget_is_fitted_and_the_others_are_shown(
+    arguments: tuple[object, ...],
+) -> None:
+    result = kvt(*arguments, *SHORT, COLUMNS="200")
+    assert result.exit_code == 0, result.output
+    choice = load_manifest(Path(result.stdout.strip())).choice
+    assert choice is not None
+    assert choice.budget == "paper"
+    shown = result.stderr
+    assert "paper: at most 0.0655 MFLOP a token" in shown
+    rows = [line for line in shown.splitlines() if "top_heads" in line]
+    assert len(rows) == len(choice.candidates)
+    for row, tried in zip(rows, choice.candidates, strict=True):
+        assert tried.share in row
+        assert f"{tried.kl_tail_1:.4f}" in row
+        assert f"{tried.kl_tail_32:.4f}" in row
+
+
+def test_a_named_recipe_is_fitted_without_a_choice(arguments: tuple[object, ...]) -> None:
+    result = kvt(*arguments, *SHORT, "--k", 2)
+    assert result.exit_code == 0, result.output
+    manifest = load_manifest(Path(result.stdout.strip()))
+    assert (manifest.recipe, manifest.choice) == ("full_head", None)
+    assert "MFLOP" not in result.stderr
+
+
+@pytest.mark.parametrize("named", [("--recipe", "top_heads"), ("--share", "head"), ("--spread", 2)])
+def test_a_budget_and_what_it_chooses_are_not_given_together(
+    arguments: tuple[object, ...], named: tuple[object, ...]
+) -> None:
+    result = kvt(*arguments, "--budget", "half", *named)
+    word = str(named[0]).removeprefix("--")
+    assert_one_line(result, Code.USAGE, f"the budget chooses {word}; give the one or the other")
+
+
+def test_documents_that_are_too_few_for_the_services_alpha_are_found_at_once(
+    arguments: tuple[object, ...], tmp_path: Path
+) -> None:
+    assert FitPlan.model_fields["alpha"].default == Policy.model_fields["alpha"].default
+    held_out = f"chat={tmp_path / 'text' / 'held_out.jsonl'}"
+    few = ("--held-out", held_out, "--documents", 4, "--lengths", 64)
+    assert_one_line(kvt(*arguments, *few), Code.DATA, "chat: 4 documents", "need 30")
