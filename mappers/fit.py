@@ -14,7 +14,6 @@ from torch import Tensor
 from mappers import artifact
 from mappers.budget import as_reads, choose
 from mappers.corpus import Corpus, refuse_overlap
-from mappers.distill import Schedule, distill
 from mappers.evaluate import evaluate, evaluation_texts, require_documents
 from mappers.first_tokens import exact_prefixes, prefix_ids
 from mappers.fit_in_parts import fit_in_parts, shares_needed
@@ -26,7 +25,6 @@ from mappers.models import LoadedModel, load_model
 from mappers.moments import PairMoments
 from mappers.passes import (
     calibration_windows,
-    distill_state,
     empty_sums,
     first_pass,
     require_rows,
@@ -152,7 +150,7 @@ def _in_parts(
     plan = as_reads(plan, Geometry.of(source.identity, target.identity))
     parts = fit_in_parts(plan, source, target, corpus, profile, shares, progress=progress)
     mapper = mapper_of(plan, source, target, corpus, parts.layers)
-    mapper = completed(plan, source, target, corpus, mapper, progress=progress)
+    mapper = with_prefixes(plan, target, corpus, mapper)
     return mapper, manifest_facts(plan, corpus, parts.rows, parts.selection)
 
 
@@ -171,26 +169,13 @@ def make_mapper(
     mapper = solved_mapper(
         plan, source, target, corpus, moments, selection.reads, weighted=weighted, progress=progress
     )
-    return completed(plan, source, target, corpus, mapper, progress=progress)
+    return with_prefixes(plan, target, corpus, mapper)
 
 
-def completed(
-    plan: FitPlan,
-    source: LoadedModel,
-    target: LoadedModel,
-    corpus: Corpus,
-    mapper: Mapper,
-    *,
-    progress: bool = True,
-) -> Mapper:
-    """The mapper with its exact prefixes, and trained on if the plan says so."""
+def with_prefixes(plan: FitPlan, target: LoadedModel, corpus: Corpus, mapper: Mapper) -> Mapper:
+    """The mapper with the prefixes that the plan and the corpus make exact."""
     known = prefix_ids(target, corpus, first_tokens=plan.first_tokens, texts=plan.known_texts)
-    mapper = replace(mapper, prefixes=exact_prefixes(target, known))
-    if not plan.distill_steps:
-        return mapper
-    schedule = Schedule(steps=plan.distill_steps)
-    state = distill_state(plan, source, target)
-    return distill(mapper, source, target, corpus, schedule, checkpoint=state, progress=progress)
+    return replace(mapper, prefixes=exact_prefixes(target, known))
 
 
 def manifest_facts(
@@ -213,7 +198,6 @@ def manifest_facts(
             document_digests=tuple(sorted(corpus.document_digests)),
         ),
         row_weights=plan.row_weights,
-        distill_steps=plan.distill_steps,
         choice=choice,
     )
 

@@ -71,8 +71,9 @@ class ManifestFacts(_Frozen):
     ``ridge`` is lambda relative to the mean diagonal of the inputs' Gram matrix (of an imported
     mapper: whatever number its format stated). ``r2_keys`` and
     ``r2_values`` are ``[L_s][L_t]``: how well each source layer alone predicts each target layer.
-    None where a mapper was not fitted here. ``row_weights``, ``distill_steps``: as in ``FitPlan``.
-    ``choice``: what else was tried, where a budget chose the recipe.
+    None where a mapper was not fitted here. ``row_weights``: as in ``FitPlan``.
+    ``choice``: what else was tried, where a budget chose the recipe. ``distill_steps``: of training
+    after the fit, which no version does any more but older artifacts name.
     """
 
     ridge: Annotated[float, Field(ge=0)]

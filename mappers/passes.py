@@ -92,12 +92,6 @@ def work_folder(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Path
     return _checkpoints(plan, source, target).folder
 
 
-def distill_state(plan: FitPlan, source: LoadedModel, target: LoadedModel) -> Path:
-    """Where the training of just this plan goes on."""
-    digest = hashlib.sha256(plan.model_dump_json(exclude={"evaluation", "root"}).encode())
-    return work_folder(plan, source, target) / f"distill-{digest.hexdigest()[:12]}.safetensors"
-
-
 def _checkpoints(
     plan: FitPlan, source: LoadedModel, target: LoadedModel, part: str = ""
 ) -> Checkpoints:

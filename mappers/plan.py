@@ -26,18 +26,16 @@ class FitPlan(BaseModel):
     same, and ``spread``: where errors cost more KL, a layer may read up to so many times k, at the
     cost of others (``mappers.sensitivity``). A ``budget`` chooses all of these by what is best at
     the operations of ``full_head`` with ``k``, or a part of them (``mappers.budget``).
-    ``row_weights`` by the
-    target's attention (``mappers.row_weights``) take a second pass over the text. ``key_norm`` puts
-    mapped keys back on the target's norm where it has one (``mappers.key_norm``). ``distill_steps``
-    of training follow the fit (``mappers.distill``) on the same windows. ``ridge`` is relative to
-    the mean diagonal of the inputs' Gram matrix, source layer by source layer. ``windows``
-    calibration windows of ``window_tokens`` tokens, of which every ``stride``-th row is taken and
-    none of the first ``skip_positions``. ``evaluation`` names the texts of each domain;
-    ``documents`` of each are measured at prompts of ``lengths`` tokens (those that both models and
-    the document allow) with each of ``native_tails``. Documents too few to certify a share
-    ``alpha`` with confidence 1 - ``delta`` are found before anything is fitted, unless alpha is
-    None; its default is what the service asks of evidence. The table of exact
-    prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
+    ``row_weights`` by the target's attention (``mappers.row_weights``) take a second pass over the
+    text. ``key_norm`` puts mapped keys back on the target's norm where it has one
+    (``mappers.key_norm``). ``ridge`` is relative to the mean diagonal of the inputs' Gram matrix,
+    source layer by source layer. ``windows`` calibration windows of ``window_tokens`` tokens, of
+    which every ``stride``-th row is taken and none of the first ``skip_positions``. ``evaluation``
+    names the texts of each domain; ``documents`` of each are measured at prompts of ``lengths``
+    tokens (those that both models and the document allow) with each of ``native_tails``. Documents
+    too few to certify a share ``alpha`` with confidence 1 - ``delta`` are found before anything is
+    fitted, unless alpha is None; its default is what the service asks of evidence. The table of
+    exact prefixes holds what the tokenizer puts in front of a text (or, if that is nothing, the
     ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
     template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
     needs no second pass; without it they are beside the artifact until it is done. Sums that take
@@ -62,7 +60,6 @@ class FitPlan(BaseModel):
     spread: Count = 1
     row_weights: Literal["none", "attention"] = "none"
     key_norm: bool = True
-    distill_steps: Annotated[int, Field(ge=0)] = 0
     ridge: Annotated[float, Field(gt=0)] = 1e-4
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     sums_memory_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(16 * 2**30)

@@ -96,9 +96,6 @@ def fit(
     key_norm: Annotated[
         bool, typer.Option(help="Keys back on the target's norm.", rich_help_panel=_FIT)
     ] = True,
-    distill_steps: Annotated[
-        int, typer.Option(min=0, help="Training after the fit.", rich_help_panel=_FIT)
-    ] = 0,
     sums_memory: Annotated[
         str | None,
         typer.Option(
@@ -187,7 +184,6 @@ def fit(
             lags=lags,
             row_weights=row_weights,
             key_norm=key_norm,
-            distill_steps=distill_steps,
             ridge=ridge,
             windows=windows,
             window_tokens=window_tokens,
