@@ -59,8 +59,8 @@ bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the tar
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
 
 fit-demo: $(DEVELOP)  ## Fit and measure both embedded mappers again
-	$(BIN)/kvt fit $(GROW) $(FIT_DEMO)
-	$(BIN)/kvt fit $(SHRINK) --k 8 $(FIT_DEMO)
+	$(BIN)/kvt fit $(GROW) --recipe full_head --k 4 $(FIT_DEMO)
+	$(BIN)/kvt fit $(SHRINK) --recipe full_head --k 8 $(FIT_DEMO)
 	$(BIN)/kvt evaluate $(ARTIFACTS)/small-to-large-* $(GROW) $(EVALUATE_DEMO) \
 		--reverse $(ARTIFACTS)/large-to-small-*
 	$(BIN)/kvt evaluate $(ARTIFACTS)/large-to-small-* $(SHRINK) $(EVALUATE_DEMO) \
