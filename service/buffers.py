@@ -105,11 +105,12 @@ class Buffers:
         lease.uid = uid
         async with lease.fetching:
             if lease.memory is None:
-                memory = await _allocated(lease.nbytes)
+                lease.memory = await _allocated(lease.nbytes)
                 if lease.id not in self._leases:  # closed meanwhile
-                    memory.close()
-                    raise _not_found()
-                lease.memory = memory
+                    lease.memory.close()
+            # Also while this waited for its turn; the number of its descriptor may be another's.
+            if lease.id not in self._leases:
+                raise _not_found()
         self._renew(lease)
         return lease.memory
 

@@ -114,6 +114,24 @@ class TestWhose:
         refused("buffer_not_found", never(buffers.fetch(lease.id, UID + 1)))
         refused("buffer_not_found", never(buffers.fetch("0" * 32, UID)))
 
+    def test_one_that_ends_while_it_is_fetched_again_hands_nothing_out(
+        self, buffers: Buffers
+    ) -> None:
+        async def run() -> None:
+            lease = buffers.open("a", 1)
+            await buffers.fetch(lease.id, UID)
+            async with lease.fetching:
+                again = asyncio.create_task(buffers.fetch(lease.id, UID))
+                await asyncio.sleep(0)
+            buffers.release(lease.id, "a")
+            # The next memory has the descriptor's number.
+            await buffers.fetch(buffers.open("b", 1).id, UID)
+            with pytest.raises(Problem) as caught:
+                await again
+            assert caught.value.code == "buffer_not_found"
+
+        asyncio.run(run())
+
     def test_memory_is_zeros_and_never_anothers(self, buffers: Buffers) -> None:
         lease = fetched(buffers)
         lease.shared().data.fill_(7)
