@@ -26,6 +26,7 @@ class Entry:
     a request takes a ``snapshot`` and keeps it: evidence, digest and weights are of one artifact.
 
     ``wanted`` is False for what an operator has unloaded: a request does not bring it back.
+    ``fetching``: a request has asked a loader to bring it to the device.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Entry:
     rows_an_input: float = math.inf
     why_not_servable: str | None = None
     wanted: bool = True
+    fetching: bool = False
     load_seconds: float | None = None
     timing: RunningFit = field(default_factory=RunningFit)
     changing: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -94,6 +94,7 @@ class Residency:
             self._make_room(tier, nbytes, evict)
             resident.nbytes[tier] = nbytes
             self._residents[resident] = None
+            self._residents.move_to_end(resident)  # whoever asked for it has yet to use it
             self._promised[tier] += nbytes
             resident.leases += 1
         try:

@@ -21,6 +21,7 @@ from service.device import Device, bytes_beside, bytes_there, device_of
 from service.entry import Entry
 from service.errors import Problem
 from service.loaded import Loaded, Prepared, host_bytes, prepare, try_out, with_translator
+from service.logs import described
 from service.policy import Policies
 from service.residency import NoRoom, Residency, Resident
 from service.self_test import self_test
@@ -127,8 +128,13 @@ class Store:
                 entry.describe(artifacts.load_manifest(entry.path))
         except NoRoom:
             self._describe(entry)
+        except Problem as error:  # an operator is loading it
+            log.warning("mapper not loaded", id=entry.id, why=str(error))
         except KVTranslatorError as error:
             entry.state, entry.error = "failed", str(error)
+        except Exception as error:
+            log.error("mapper not loaded", id=entry.id, **described(error))
+            entry.state, entry.error = "failed", "loading it has failed; the fault has been logged"
 
     def _swap(self, entry: Entry) -> None:
         try:
@@ -189,7 +195,9 @@ class Store:
 
     def _fetch(self, entry: Entry) -> None:
         """Have it brought to the device; whoever asks meanwhile re-prefills."""
-        if entry.wanted and entry.state == "unloaded" and not entry.changing.locked():
+        idle = entry.wanted and entry.state == "unloaded" and not entry.changing.locked()
+        if idle and not entry.fetching:
+            entry.fetching = True  # once, however many ask before a loader is free
             self._loaders.submit(self._bring, entry)
 
     def _bring(self, entry: Entry) -> None:
@@ -200,6 +208,8 @@ class Store:
                 self.load(entry)
         except (KVTranslatorError, Problem) as error:
             log.warning("mapper not loaded", id=entry.id, why=str(error))
+        finally:
+            entry.fetching = False
 
     def _raise(self, entry: Entry) -> None:
         """From host memory back to the device, unless another request's fetch was first."""

@@ -9,7 +9,11 @@ import asyncio
 import os
 from pathlib import Path
 
+import structlog
+
 from service.store import Store
+
+log = structlog.get_logger("service.watch")
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 
@@ -35,7 +39,10 @@ class Watch:
         """Look again and again, off the event loop."""
         while True:
             await asyncio.sleep(every_seconds)
-            await asyncio.to_thread(self.look)
+            try:
+                await asyncio.to_thread(self.look)
+            except OSError as error:  # a disk that is away comes back
+                log.warning("artifacts not looked at", why=error.strerror)
 
 
 def _stamp(folder: Path) -> Stamp:

@@ -44,6 +44,17 @@ def test_the_least_recently_used_leaves_first() -> None:
     assert shelf.residency.evictions == {("b", "device"): 1, ("b", "host"): 1}
 
 
+def test_what_has_just_come_back_does_not_leave_before_it_was_used() -> None:
+    shelf = Shelf(host=1000, device=80)
+    a = shelf.put("a", 40)
+    shelf.put("b", 40)
+    shelf.put("c", 40)
+    with shelf.residency.room(a, "device", 40):
+        pass
+    shelf.put("d", 40)
+    assert shelf.left == [("a", "device"), ("b", "device"), ("c", "device")]
+
+
 def test_what_leaves_the_device_stays_in_host_memory() -> None:
     shelf = Shelf(host=1000, device=50)
     a = shelf.put("a", 40)

@@ -215,6 +215,33 @@ class TestResidency:
         assert device.placed.count("a") == 1
         assert entry_of(store, "a").residency == "disk"
 
+    def test_many_who_ask_at_once_cost_one_fetch(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        brought: list[str] = []
+        original = Store._bring
+        monkeypatch.setattr(
+            Store, "_bring", lambda self, e: (brought.append(e.id), original(self, e))
+        )
+        device = Counting()
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        for name in ("b", "c"):  # both loaders have something to do
+            device.held_up[name] = threading.Event()
+            ask(store, name)
+        until(lambda: {"b", "c"} <= set(device.placed))
+        for _ in range(100):
+            ask(store, "a")
+        for event in device.held_up.values():
+            event.set()
+        until(lambda: where(store) == "device device device")
+        assert len(brought) == 3
+        store.unload(entry_of(store, "a"))
+        entry_of(store, "a").wanted = True
+        ask(store, "a")
+        until(lambda: entry_of(store, "a").residency == "device")
+        store.close()
+
     def test_the_preload_list_is_loaded_and_kept(self, root: Path) -> None:
         [kept] = [folder.name for folder in root.iterdir() if folder.name.startswith("b-")]
         store = store_of(root, device_memory=2 * one_mapper(), preload=(kept,))
@@ -283,6 +310,22 @@ class TestWatch:
         until(lambda: [e.state for e in store.entries].count("ready") == 4)
         store.close()
 
+    def test_a_disk_that_was_away_is_looked_at_again(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original, failed = Store.folders, threading.Event()
+
+        def away(self: Store) -> list[Path]:
+            failed.set()
+            raise PermissionError(13, "Permission denied")
+
+        with served(Settings(artifacts=(root,), watch_seconds=0.02)) as client:
+            monkeypatch.setattr(Store, "folders", away)
+            assert failed.wait(60)
+            monkeypatch.setattr(Store, "folders", original)
+            publish(root, mapper(identity("d", layers=3, theta=10_000.0), TARGET))
+            until(lambda: len(client.get("/mappers").json()["mappers"]) == 4)
+
     def test_a_running_service_looks_by_itself(self, root: Path) -> None:
         with served(Settings(artifacts=(root,), watch_seconds=0.02)) as client:
             publish(root, mapper(identity("d", layers=3, theta=10_000.0), TARGET))
@@ -311,6 +354,32 @@ def test_a_device_that_computes_wrongly_serves_nothing(root: Path) -> None:
     assert all("keys of a known translation are off" in str(e.error) for e in store.entries)
     assert not store.ready
     assert store.residency.used_bytes("host") == 0
+    store.close()
+
+
+class Exhausted(Counting):
+    """A device that fails, in a way that nobody has thought of, for one mapper."""
+
+    def translator(self, mapper: Mapper) -> Translator:
+        if mapper.source.model == "a":
+            raise RuntimeError("/secret/place")
+        return super().translator(mapper)
+
+
+def test_one_that_fails_unforeseen_keeps_the_others_from_nothing(root: Path) -> None:
+    store = store_of(root, Exhausted())
+    store.load_all()
+    assert [entry.state for entry in store.entries] == ["failed", "ready", "ready"]
+    assert "secret" not in str(store.entries[0].error)
+    assert store.residency.used_bytes("device") == 2 * one_mapper()
+    store.close()
+
+
+def test_one_that_an_operator_loads_meanwhile_does_not_stop_the_start(root: Path) -> None:
+    store = store_of(root)
+    with store.entries[0].changing:
+        store.load_all()
+    assert [entry.state for entry in store.entries] == ["unloaded", "ready", "ready"]
     store.close()
 
 
