@@ -170,7 +170,8 @@ class BufferPair:
         self, response: httpx.Response, request: TranslateRequest, target: Held
     ) -> Outcome | None:
         try:
-            if response.headers.get("kvt-decision") == "translate":
+            decision = response.headers.get("kvt-decision")
+            if response.status_code == 200 and decision == "translate":
                 return translated_in(
                     target.memory.data, target.id, response.content, response.headers, request
                 )

@@ -15,16 +15,22 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from mappers.errors import KVTranslatorError
 from service.buffers import LEASE_ID, Buffers
 from service.errors import CODES, Problem
+from service.logs import described
 from service.memfd import SharedMemory, attach
+
+log = structlog.get_logger("service.buffer_socket")
 
 ID_BYTES = 32
 OK = b"ok"
 REPLY_BYTES = 64
 MESSAGE_SECONDS = 2.0
 MAX_CONNECTIONS = 32
+MAX_PATH_BYTES = 107
 CLIENT_SECONDS = 30.0
 """A client waits while pages are allocated, which takes a second for several GiB."""
 
@@ -95,6 +101,8 @@ class BufferSocket:
         try:
             with connection, contextlib.suppress(OSError, TimeoutError):
                 await self._hand_over(connection)
+        except Exception as error:  # the next one is served all the same
+            log.error("a buffer was not handed over", **described(error))
         finally:
             self._connections -= 1
 
@@ -124,7 +132,7 @@ def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
             connection.send(lease_id.encode())
             message, descriptors, flags, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
     except OSError as error:
-        raise NotHandedOver(f"the socket of the buffers: {error.strerror or 'too slow'}") from error
+        raise NotHandedOver(f"the socket of the buffers: {_why(error)}") from error
     if message == OK and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
         return attach(descriptors[0], nbytes)
     for descriptor in descriptors:
@@ -146,8 +154,15 @@ def _listen(path: Path, *, shared: bool) -> socket.socket:
         listener.listen(MAX_CONNECTIONS)
     except OSError as error:
         listener.close()
-        raise SocketError(f"buffers: the socket cannot be opened: {error.strerror}") from error
+        raise SocketError(f"buffers: the socket cannot be opened: {_why(error)}") from error
     return listener
+
+
+def _why(error: OSError) -> str:
+    """What is wrong, without the path; Python has no word of its own for one that is too long."""
+    if isinstance(error, TimeoutError):
+        return "too slow"
+    return error.strerror or f"its path is longer than {MAX_PATH_BYTES} bytes"
 
 
 def _clear(path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from service import buffer_socket
 from service.buffer_socket import BufferSocket, NotHandedOver, SocketError, fetch
 from service.buffers import Buffers, Lease
-from service.memfd import BadMemory, allocate
+from service.memfd import BadMemory, SharedMemory, allocate
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.live import wait_until
@@ -103,6 +103,20 @@ def test_the_memory_is_the_services(running: Running) -> None:
     assert int(lease.shared().data[7]) == 9
     again = fetch(running.path, lease.id, NBYTES)
     assert int(again.data[7]) == 9
+
+
+def test_a_fault_in_one_exchange_ends_no_other(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def faulty(lease_id: str, uid: int) -> SharedMemory:
+        raise RuntimeError("can't start new thread")
+
+    original = running.buffers.fetch
+    monkeypatch.setattr(running.buffers, "fetch", faulty)
+    with pytest.raises(NotHandedOver, match="no memory"):
+        fetch(running.path, running.lease().id, NBYTES)
+    monkeypatch.setattr(running.buffers, "fetch", original)
+    fetch(running.path, running.lease().id, NBYTES).close()
 
 
 class TestWho:
@@ -311,3 +325,10 @@ class TestTheFile:
             with pytest.raises(SocketError) as caught:
                 BufferSocket(path, Buffers(Settings(buffers=path), Metrics(version="test")))
             assert str(tmp_path) not in str(caught.value)
+
+    def test_a_path_that_no_socket_can_have(self, tmp_path: Path) -> None:
+        path = tmp_path / ("s" * 200)
+        with pytest.raises(SocketError, match="longer than 107 bytes"):
+            BufferSocket(path, Buffers(Settings(buffers=path), Metrics(version="test")))
+        with pytest.raises(NotHandedOver, match="longer than 107 bytes"):
+            fetch(str(path), "0" * 32, NBYTES)

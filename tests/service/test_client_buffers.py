@@ -311,6 +311,18 @@ class TestAnswersThatNobodyMayBelieve:
             assert isinstance(outcome, Reprefill)
             assert outcome.reason == "bad_answer"
 
+    def test_no_status_but_200_is_a_translation(self, client: Client, passing: Passing) -> None:
+        def changed(answer: httpx.Response) -> httpx.Response:
+            if "kvt-decision" not in answer.headers:
+                return answer
+            return httpx.Response(503, headers=answer.headers, content=answer.read())
+
+        with client.buffers() as buffers:
+            passing.change = changed
+            outcome = client.translate(cache(TOKENS), request(), buffers=buffers)
+            assert isinstance(outcome, Reprefill)
+            assert outcome.reason == "http_503"
+
     def test_tensors_larger_than_the_buffer(self, client: Client) -> None:
         with client.buffers() as buffers:
             outcome = client.translate(cache(TOKENS), request(), buffers=buffers)
