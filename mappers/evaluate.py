@@ -213,10 +213,13 @@ def digest_of(mappers: Iterable[Mapper], options: object, *beside: Mapping[str, 
     running = hashlib.sha256(json.dumps(options).encode())
     for mapper in mappers:
         sides_of = [side.model_dump(mode="json") for side in (mapper.source, mapper.target)]
-        facts = [*sides_of, mapper.recipe, mapper.skipped_positions]
+        reads = [(layer.sources, layer.heads) for layer in mapper.layers]
+        facts = [*sides_of, mapper.recipe, mapper.skipped_positions, reads]
         running.update(json.dumps(facts, sort_keys=True).encode())
         for name, affine in mapper.affine_maps():
             _take_in(running, {f"{name}.W": affine.weight, f"{name}.b": affine.bias})
+        norms = ((f"{n}.norm", layer.key_norm) for n, layer in enumerate(mapper.layers))
+        _take_in(running, {name: norm for name, norm in norms if norm is not None})
         _take_in(running, mapper.prefixes.tensors())
     for tensors in beside:
         _take_in(running, tensors)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mappers.corpus import Corpus, evaluation, read
 from mappers.errors import TooFewData
 from mappers.evaluate import digest_of, evaluate, evaluation_texts, require_documents
 from mappers.evidence import Arm, Evidence, EvidenceRow
+from mappers.mapper import Mapper
 from mappers.metrics import Reference
 from mappers.models import LoadedModel
 from mappers.prefixes import ExactPrefixes
@@ -298,6 +300,24 @@ def test_what_was_measured_with_other_first_tokens_or_profiles_is_not_taken_up(
     digests |= {digest_of([mapper], [], {"x": torch.tensor([value])}) for value in (1.0, 2.0)}
     assert len(digests) == 6
     assert digest_of([known], []) in digests
+
+
+def test_what_was_measured_with_other_reads_or_without_key_norms_is_not_taken_up(
+    target: LoadedModel,
+) -> None:
+    """The same weights with a key norm, or of other source layers or heads, translate otherwise."""
+    mapper = identity_mapper(target)
+
+    def changed(**fields: Any) -> Mapper:
+        return replace(mapper, layers=(replace(mapper.layers[0], **fields), *mapper.layers[1:]))
+
+    norms = [torch.full((target.identity.head_dim,), scale) for scale in (1.0, 2.0)]
+    heads = [replace(mapper.layers[0].keys, heads=((0,),)), mapper.layers[0].values]
+    both = {"keys": heads[0], "values": replace(heads[1], heads=((0,),))}
+    other = {**both, "keys": replace(heads[0], heads=((1,),))}
+    found = [mapper, *(changed(key_norm=norm) for norm in norms), changed(sources=(1,))]
+    found += [changed(**both), changed(**other)]
+    assert len({digest_of([one], []) for one in found}) == len(found)
 
 
 def test_agreement_counts_up_to_the_first_difference() -> None:
