@@ -220,9 +220,12 @@ class TestResidency:
     ) -> None:
         brought: list[str] = []
         original = Store._bring
-        monkeypatch.setattr(
-            Store, "_bring", lambda self, e: (brought.append(e.id), original(self, e))
-        )
+
+        def counted(self: Store, entry: Entry) -> None:
+            brought.append(entry.id)
+            original(self, entry)
+
+        monkeypatch.setattr(Store, "_bring", counted)
         device = Counting()
         store = store_of(root, device, preload=("none-of-them",))
         store.load_all()
