@@ -85,7 +85,9 @@ class FitPlan(BaseModel):
     def _chosen_once(self) -> Self:
         named = sorted(self.model_fields_set & CHOSEN_BY_BUDGET)
         if self.budget is not None and named:
-            raise ValueError(f"the budget chooses {', '.join(named)}; give the one or the other")
+            raise ValueError(
+                f"the budget chooses {', '.join(named)}; to do so, name a recipe and no budget"
+            )
         return self
 
     @model_validator(mode="after")

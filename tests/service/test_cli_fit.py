@@ -49,13 +49,20 @@ def test_a_named_recipe_is_fitted_without_a_choice(arguments: tuple[object, ...]
     assert "MFLOP" not in result.stderr
 
 
-@pytest.mark.parametrize("named", [("--recipe", "top_heads"), ("--share", "head"), ("--spread", 2)])
-def test_a_budget_and_what_it_chooses_are_not_given_together(
-    arguments: tuple[object, ...], named: tuple[object, ...]
+@pytest.mark.parametrize("budget", [("--budget", "half"), ()], ids=["half", "the default"])
+@pytest.mark.parametrize("named", [("--share", "head"), ("--spread", 2), ("--selection", "greedy")])
+def test_what_the_budget_chooses_needs_a_recipe_instead(
+    arguments: tuple[object, ...], named: tuple[object, ...], budget: tuple[object, ...]
 ) -> None:
-    result = kvt(*arguments, "--budget", "half", *named)
+    result = kvt(*arguments, *budget, *named)
     word = str(named[0]).removeprefix("--")
-    assert_one_line(result, Code.USAGE, f"the budget chooses {word}; give the one or the other")
+    message = f"the budget chooses {word}; to do so, name a recipe and no budget"
+    assert_one_line(result, Code.USAGE, message)
+
+
+def test_a_budget_and_a_recipe_are_not_given_together(arguments: tuple[object, ...]) -> None:
+    result = kvt(*arguments, "--budget", "half", "--recipe", "top_heads")
+    assert_one_line(result, Code.USAGE, "the budget chooses recipe; to do so, name a recipe")
 
 
 def test_documents_that_are_too_few_for_the_services_alpha_are_found_at_once(
