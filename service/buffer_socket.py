@@ -98,13 +98,15 @@ class BufferSocket:
                 self._path.unlink()
 
     async def _serve_one(self, connection: socket.socket) -> None:
+        """One exchange; whatever goes wrong in it, the next one is served all the same."""
         try:
-            with connection, contextlib.suppress(OSError, TimeoutError):
-                await self._hand_over(connection)
-        except Exception as error:  # the next one is served all the same
-            log.error("a buffer was not handed over", **described(error))
+            with connection:
+                (fault,) = await asyncio.gather(self._hand_over(connection), return_exceptions=True)
         finally:
             self._connections -= 1
+        # A connection that ends early or is too slow is the other side's affair.
+        if fault is not None and not isinstance(fault, OSError):
+            log.error("a buffer was not handed over", **described(fault))
 
     async def _hand_over(self, connection: socket.socket) -> None:
         async with asyncio.timeout(MESSAGE_SECONDS):

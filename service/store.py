@@ -4,7 +4,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -66,8 +67,9 @@ class Store:
 
         One that fails is marked and keeps the others from nothing.
         """
-        for first in [self._loaders.submit(self._first_load, entry) for entry in self.entries]:
-            first.result()
+        firsts = [(entry, self._loaders.submit(self._first_load, entry)) for entry in self.entries]
+        for entry, first in firsts:
+            self._note(entry, first)
 
     def load(self, entry: Entry, *, evict: bool = True) -> None:
         """Load or reload one; on failure what was loaded before keeps serving.
@@ -112,12 +114,27 @@ class Store:
             self.entries.append(entry)
         if entry.state == "failed":
             entry.state, entry.error = "unloaded", None
-        self._loaders.submit(self._first_load if entry.prepared is None else self._swap, entry)
+        self._submit(self._first_load if entry.prepared is None else self._swap, entry)
         return True
 
     def close(self) -> None:
         """Wait for loads that have begun."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, work: Callable[[Entry], None], entry: Entry) -> None:
+        self._loaders.submit(work, entry).add_done_callback(partial(self._note, entry))
+
+    def _note(self, entry: Entry, work: Future[None]) -> None:
+        """What nobody has thought of stops no other mapper; waits for ``work``."""
+        try:
+            error = work.exception()
+        except CancelledError:  # shutting down
+            return
+        if error is None:
+            return
+        log.error("mapper not loaded", id=entry.id, **described(error))
+        if entry.prepared is None:
+            entry.state, entry.error = "failed", "loading it has failed; the fault has been logged"
 
     def _first_load(self, entry: Entry) -> None:
         preload = self._settings.preload
@@ -132,9 +149,6 @@ class Store:
             log.warning("mapper not loaded", id=entry.id, why=str(error))
         except KVTranslatorError as error:
             entry.state, entry.error = "failed", str(error)
-        except Exception as error:
-            log.error("mapper not loaded", id=entry.id, **described(error))
-            entry.state, entry.error = "failed", "loading it has failed; the fault has been logged"
 
     def _swap(self, entry: Entry) -> None:
         try:
@@ -198,7 +212,7 @@ class Store:
         idle = entry.wanted and entry.state == "unloaded" and not entry.changing.locked()
         if idle and not entry.fetching:
             entry.fetching = True  # once, however many ask before a loader is free
-            self._loaders.submit(self._bring, entry)
+            self._submit(self._bring, entry)
 
     def _bring(self, entry: Entry) -> None:
         try:
