@@ -49,12 +49,14 @@ def layer_curve(
 
 
 def _mixed(reading: Reading, mode: Mode, layer: int) -> KVCache:
-    """The native cache with translated layers in it; all of these are views."""
+    """The native cache with translated layers in it, in its dtype."""
     native, mapped = reading.native, reading.prefix_known.slice(0, reading.native.tokens)
     first = layer if mode == "one" else 0
 
     def mix(own: Layers, other: Layers) -> Layers:
-        return (*own[:first], *other[first : layer + 1], *own[layer + 1 :])
+        # What is read from 8 bits is float32, whatever the target computes in and reads it as.
+        put = (tensor.to(native.dtype) for tensor in other[first : layer + 1])
+        return (*own[:first], *put, *own[layer + 1 :])
 
     return KVCache(
         mix(native.keys, mapped.keys), mix(native.values, mapped.values), native.positions

@@ -88,6 +88,9 @@ class FitPlan(BaseModel):
             raise ValueError(
                 f"the budget chooses {', '.join(named)}; to do so, name a recipe and no budget"
             )
+        if self.budget is not None and self.row_weights != "none":
+            # Candidates are judged without weights, so what is published would be another map.
+            raise ValueError("a budget fits rows without weights; name a recipe and no budget")
         return self
 
     @model_validator(mode="after")

@@ -89,7 +89,8 @@ def fault_of(error: ValidationError) -> str:
     """The first fault, with the name of the option that it is about."""
     first = error.errors(include_url=False, include_context=False)[0]
     name = ".".join(str(part) for part in first["loc"])
-    return f"{name.replace('_', '-')}: {first['msg']}" if name else first["msg"]
+    what = first["msg"].removeprefix("Value error, ")  # of validators of our own
+    return f"{name.replace('_', '-')}: {what}" if name else what
 
 
 def _system(error: OSError) -> str:

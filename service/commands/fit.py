@@ -54,13 +54,16 @@ def fit(
         ),
     ] = None,
     recipe: Annotated[
-        Recipe | None, typer.Option(help="Kind of map.", rich_help_panel=_FIT)
+        Recipe | None,
+        typer.Option(
+            help="Kind of map.", show_default="full_head, with only --k", rich_help_panel=_FIT
+        ),
     ] = None,
     k: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Layers a target layer (top_heads: heads a head).",
+            help="Layers a target layer; top_heads: heads. A budget is measured by it.",
             show_default="4",
             rich_help_panel=_FIT,
         ),
@@ -72,12 +75,14 @@ def fit(
         ),
     ] = None,
     lags: Annotated[
-        int, typer.Option(min=0, help="Tokens back (top_heads).", rich_help_panel=_FIT)
+        int, typer.Option(min=0, help="Tokens back, 0 to 4 (top_heads).", rich_help_panel=_FIT)
     ] = 1,
     share: Annotated[
         Share | None,
         typer.Option(
-            help="Who shares a choice of heads.", show_default="layer", rich_help_panel=_FIT
+            help="One choice of heads for a target layer, or for each target head (top_heads).",
+            show_default="layer",
+            rich_help_panel=_FIT,
         ),
     ] = None,
     spread: Annotated[

@@ -65,6 +65,11 @@ def test_a_budget_and_what_it_chooses_exclude_each_other(
         plan(tmp_path, tmp_path, budget="half", **named)
 
 
+def test_what_is_judged_without_weights_is_not_published_with_them(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="a budget fits rows without weights"):
+        plan(tmp_path, tmp_path, budget="half", row_weights="attention")
+
+
 def test_only_heads_are_spread_unevenly(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="spread: full_head does not choose heads"):
         plan(tmp_path, tmp_path, spread=2)

@@ -1,5 +1,6 @@
 """Models whose engines store 8 bits: what is fitted and measured is what is read from storage."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import torch
 from pydantic import ValidationError
 
 from mappers import artifact
-from mappers.arms import CONTINUATION_TOKENS, read_document
+from mappers.arms import CONTINUATION_TOKENS, read_document, read_tail
 from mappers.cache import KVCache
 from mappers.collect import aligned, cache_of_text, collect, content, sampled_positions
 from mappers.corpus import calibration, read
+from mappers.curve import layer_curve
 from mappers.evidence import Arm
 from mappers.fit import fit_pair
 from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
+from mappers.metrics import Reference
 from mappers.models import LoadedModel, ModelSpec
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
@@ -24,6 +27,7 @@ from mappers.quantize import Storage
 from mappers.stored import rounded
 from mappers.translate import Translator
 from tests.mappers.test_fit import plan
+from tests.mappers.test_held_out import copied
 
 INT8 = Storage("int8", "per_token_head", True)
 FLOAT8 = Storage("float8_e4m3fn", "per_head")
@@ -98,6 +102,20 @@ def test_evidence_is_of_stored_sources_and_stored_answers(
     assert rows
     assert all(row.score is not None for row in rows)
     assert score(original) is not None
+
+
+def test_the_layer_curve_of_a_16_bit_target_that_stores_8_bits_ends_at_its_translation(
+    target: LoadedModel,
+) -> None:
+    half = replace(kept(target, FLOAT8), model=copy.deepcopy(target.model).to(torch.bfloat16))
+    translator = Translator(copied(half, 0.9))
+    reading = read_document(half, half, translator, ExactPrefixes(), IDS, (80,))
+    assert (reading.native.dtype, reading.prefix_known.dtype) == (torch.bfloat16, torch.float32)
+    *_, last = layer_curve(half, reading, document="d", domain="a", tail=1)
+    answer = read_tail(half, [reading.prefix_known], reading.ids, length=80, tail=1)[0]
+    reference = Reference(reading.native_logits[0], reading.next_ids(80))
+    assert (last.mode, last.layer) == ("up_to", 2)
+    assert last.kl == pytest.approx(reference.compare(answer).kl, rel=1e-3)
 
 
 @pytest.mark.parametrize(

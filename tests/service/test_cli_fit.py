@@ -58,6 +58,7 @@ def test_what_the_budget_chooses_needs_a_recipe_instead(
     word = str(named[0]).removeprefix("--")
     message = f"the budget chooses {word}; to do so, name a recipe and no budget"
     assert_one_line(result, Code.USAGE, message)
+    assert "Value error" not in result.stderr
 
 
 def test_a_budget_and_a_recipe_are_not_given_together(arguments: tuple[object, ...]) -> None:
