@@ -152,11 +152,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_headers_cost_little(case: str) -> None:
-    """Processor time of this thread, so that a busy machine does not matter."""
+    """Processor time of this thread, so that a busy machine does not matter; the least of three,
+    so that collecting other tests' garbage in the middle of it does not either."""
     header = HOSTILE[case].encode()[:MAX_HEADER_BYTES]
+    assert min(_refusal_seconds(header) for _ in range(3)) < 1.0
+
+
+def _refusal_seconds(header: bytes) -> float:
     started = time.thread_time()
     assert ours(header) is None
-    assert time.thread_time() - started < 1.0
+    return time.thread_time() - started
 
 
 def test_the_tensor_limit_is_exact() -> None:
