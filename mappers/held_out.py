@@ -24,7 +24,8 @@ from mappers.translate import Translator
 
 TAILS = (1, 32)
 SHARE, WINDOWS_AT_MOST = 8, 32
-"""One window of so many is held out, but never more than the latter."""
+"""One window of so many is wanted, of the latter at most; documents are held out whole, so that a
+long one may bring more."""
 TOKENS_AT_LEAST = max(TAILS) + 1 + CONTINUATION_TOKENS
 
 

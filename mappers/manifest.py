@@ -139,8 +139,9 @@ def mapper_id(
 ) -> str:
     """A name that is safe as a path component: readable words, then 12 hex digits that decide.
 
-    The digits are of the SHA-256 of both identities, the recipe and the bundle version, so two
-    mappers share a name only when they do the same for the same pair.
+    The digits are of the SHA-256 of both identities, the recipe and the bundle version: what asks
+    for a pair finds it by them. What else decides a fit (k, lags, text) is not among them, so that
+    another fit of the same recipe is a new version of the same mapper.
     """
     sides = [side.model_dump(mode="json") for side in (source, target)]
     decisive = json.dumps([*sides, recipe, bundle_version], sort_keys=True, allow_nan=False)
