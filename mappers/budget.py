@@ -8,13 +8,15 @@ or by a whole target layer, as many for every layer or more where errors cost mo
 the KL on windows held out of the fit (``mappers.held_out``), at native tails of 1 and of 32 alike.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, get_args
+
+from torch import Tensor
 
 from mappers.corpus import Corpus
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry
-from mappers.head_selection import Share, head_paths
+from mappers.head_selection import HeadSearch, Share
 from mappers.held_out import held_out_kl, hold_out
 from mappers.manifest import Candidate, Choice
 from mappers.mapper import HeadReads, Mapper, heads_of_a_token
@@ -32,11 +34,20 @@ DIVISORS: dict[Budget, int] = {"paper": 1, "half": 2, "quarter": 4, "eighth": 8}
 
 
 class Chosen(NamedTuple):
-    """The plan of the best candidate, the sums of all windows, and what was tried."""
+    """The plan of the best candidate, what it reads, the sums of all windows, what was tried."""
 
     plan: FitPlan
+    reads: tuple[HeadReads, ...]
     moments: PairMoments
     choice: Choice
+
+
+class Tried(NamedTuple):
+    """A candidate: its plan, what it reads, and what was measured of it."""
+
+    plan: FitPlan
+    reads: tuple[HeadReads, ...]
+    row: Candidate
 
 
 def allowed_flops(budget: Budget, geometry: Geometry, k: int) -> int:
@@ -78,8 +89,9 @@ def choose(
     """Fit every candidate on most of the windows, judge them on the others, take the best.
 
     ``profile`` sees all windows. The sums that are returned are of all windows as well: those held
-    out are added once the candidates are judged. A stopped pass goes on where it was; candidates
-    are judged again. Raises TooFewData, before any model runs, where too little is left to fit on.
+    out are added once the candidates are judged. What is read stays as it was judged. A stopped
+    pass goes on where it was; candidates are judged again. Raises TooFewData, before any model
+    runs, where too little is left to fit on.
     """
     geometry = Geometry.of(source.identity, target.identity)
     reading, (fitted, held_out) = as_reads(plan, geometry), hold_out(corpus)
@@ -96,9 +108,10 @@ def choose(
         budget=budget,
         flops_per_token=allowed_flops(budget, geometry, plan.k),
         held_out_windows=len(held_out.windows),
-        candidates=tuple(row for _, row in tried),
+        candidates=tuple(one.row for one in tried),
     )
-    return Chosen(tried[0][0], add(sums, held_out, "all"), choice)
+    best = tried[0]
+    return Chosen(best.plan, best.reads, add(sums, held_out, "all"), choice)
 
 
 def judged(
@@ -110,42 +123,48 @@ def judged(
     sums: PairMoments,
     *,
     progress: bool = True,
-) -> list[tuple[FitPlan, Candidate]]:
-    """Every candidate's plan and what was measured of it, the best first.
+) -> list[Tried]:
+    """Every candidate, the best first.
 
     ``plan`` is as ``as_reads`` gives it; ``sums`` are of the windows of ``fitted``.
     """
-    tried = list(_candidates(plan, source, target, fitted, sums, progress))
-    kl = held_out_kl([mapper for _, mapper in tried], source, target, held_out, progress=progress)
-    rows = [
-        (own, _row(own, mapper, *tails))
-        for (own, mapper), tails in zip(tried, kl.tolist(), strict=True)
+    ways = list(_ways(plan, source, target, fitted, sums, progress))
+    mappers = [
+        solved_mapper(plan, source, target, fitted, sums, reads, progress=False)
+        for _, reads in ways
     ]
-    return [rows[index] for index in kl.log().mean(1).argsort(stable=True).tolist()]
+    kl = held_out_kl(mappers, source, target, held_out, progress=progress)
+    tried = [
+        Tried(own, reads, _row(own, mapper, *tails))
+        for (own, reads), mapper, tails in zip(ways, mappers, kl.tolist(), strict=True)
+    ]
+    return [tried[index] for index in kl.log().mean(1).argsort(stable=True).tolist()]
 
 
-def _candidates(
+def _ways(
     plan: FitPlan,
     source: LoadedModel,
     target: LoadedModel,
     corpus: Corpus,
     sums: PairMoments,
     progress: bool,
-) -> Iterator[tuple[FitPlan, Mapper]]:
-    """Every way to read ``plan.k`` heads, as a plan of its own, and its mapper."""
+) -> Iterator[tuple[FitPlan, tuple[HeadReads, ...]]]:
+    """Every way to read ``plan.k`` heads, as a plan of its own, and what it reads.
 
-    def solved(reads: Sequence[HeadReads]) -> Mapper:
-        return solved_mapper(plan, source, target, corpus, sums, reads, progress=False)
-
+    What errors cost is a matter of the target: one choice of reads serves to weigh for all.
+    """
     weigh = weigher(plan, source, target, corpus, sums, progress=progress)
+    worth: Tensor | None = None
     for share in get_args(Share):
         shared = plan.model_copy(update={"budget": None, "share": share})
-        paths = head_paths(sums, max(SPREADS) * plan.k, plan.ridge, share)
+        search = HeadSearch(sums, plan.ridge, share)
+        paths = search.paths(plan.k)
         even = paths.even(plan.k)
-        worth = weigh(paths.reads(even), paths.explained(even))
+        if worth is None:
+            worth = weigh(paths.reads(even), paths.explained(even))
         for spread in SPREADS:
-            counts = even if spread == 1 else paths.spread(plan.k, worth, times=spread)
-            yield shared.model_copy(update={"spread": spread}), solved(paths.reads(counts))
+            paths, counts = search.spread(paths, plan.k, worth, times=spread)
+            yield shared.model_copy(update={"spread": spread}), paths.reads(counts)
 
 
 def _row(plan: FitPlan, mapper: Mapper, kl_tail_1: float, kl_tail_32: float) -> Candidate:

@@ -35,7 +35,7 @@ from mappers.plan import FitPlan
 from mappers.profile_fit import ProfileBuilder
 from mappers.queries import collect_probe_queries
 from mappers.report import render
-from mappers.selection import Selection, select
+from mappers.selection import Selection, layer_r2, select
 from mappers.sensitivity import weigher
 from mappers.solving import mapper_of, solved_mapper
 from mappers.sums_memory import Shares
@@ -113,26 +113,36 @@ def _at_once(
     *,
     progress: bool,
 ) -> tuple[Mapper, ManifestFacts]:
-    choice = None
-    if plan.budget is None:
-        empty = empty_sums(plan, source, target)
-        moments = first_pass(plan, source, target, corpus, empty, profile, progress=progress)
-    else:
-        plan, moments, choice = choose(
+    if plan.budget is not None:
+        plan, reads, moments, choice = choose(
             plan, plan.budget, source, target, corpus, profile, progress=progress
         )
-    weigh = weigher(plan, source, target, corpus, moments, progress=progress)
-    selection = select(
+        selection = Selection(*layer_r2(moments, plan.ridge), reads)
+    else:
+        empty, choice = empty_sums(plan, source, target), None
+        moments = first_pass(plan, source, target, corpus, empty, profile, progress=progress)
+        selection = _selected(plan, source, target, corpus, moments, progress)
+    mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
+    return mapper, manifest_facts(plan, corpus, moments.count, selection, choice)
+
+
+def _selected(
+    plan: FitPlan,
+    source: LoadedModel,
+    target: LoadedModel,
+    corpus: Corpus,
+    moments: PairMoments,
+    progress: bool,
+) -> Selection:
+    return select(
         moments,
         plan.k,
         plan.ridge,
         method=plan.selection,
         share=plan.share,
         spread=plan.spread,
-        weigh=weigh,
+        weigh=weigher(plan, source, target, corpus, moments, progress=progress),
     )
-    mapper = make_mapper(plan, source, target, corpus, moments, selection, progress=progress)
-    return mapper, manifest_facts(plan, corpus, moments.count, selection, choice)
 
 
 def _in_parts(

@@ -39,16 +39,19 @@ class Penalised(NamedTuple):
 class System:
     """One regression during a selection; several that share their choice are chosen for together.
 
-    cross: ``[N * D, O]``, with outputs in a unit in which their errors can be added up.
+    cross: ``[N * D, O]``, with outputs in a unit in which their errors can be added up. ``most``:
+    how many blocks can be taken.
     """
 
-    def __init__(self, penalised: Penalised, cross: Tensor) -> None:
+    def __init__(self, penalised: Penalised, cross: Tensor, most: int) -> None:
         self.gram, self.added = penalised
-        every = torch.arange(self.gram.shape[0])
+        blocks, size = self.gram.shape[:2]
+        every = torch.arange(blocks)
         self.left = self.gram[every, :, every].clone()
         self.left.diagonal(dim1=1, dim2=2).add_(self.added[:, None])
-        self.wanted = cross.reshape(*self.left.shape[:2], -1).clone()
-        self.basis: list[Tensor] = []
+        self.wanted = cross.reshape(blocks, size, -1).clone()
+        # In one piece, so that a step is one large product with all rows before it.
+        self.basis, self.taken = self.left.new_empty(most * size, blocks * size), 0
         self.factor, self.white = self.left, self.wanted
 
     def gains(self) -> Tensor:
@@ -62,14 +65,15 @@ class System:
     def take(self, block: int) -> None:
         """Project the other blocks and the outputs off a block; after ``gains``."""
         size = self.gram.shape[1]
+        own = slice(block * size, (block + 1) * size)
         rows = self.gram[block].flatten(1).clone()
-        rows[:, block * size : (block + 1) * size].diagonal().add_(self.added[block])
-        for taken in self.basis:
-            rows.addmm_(taken[:, block].T, taken.flatten(1), alpha=-1)
+        rows[:, own].diagonal().add_(self.added[block])
+        before = self.basis[: self.taken]
+        rows.addmm_(before[:, own].T, before, alpha=-1)
         rows = torch.linalg.solve_triangular(self.factor[block], rows, upper=False)
-        new = rows.view(size, -1, size)
-        self.basis.append(new)
-        columns = new.transpose(0, 1)
+        self.basis[self.taken : self.taken + size] = rows
+        self.taken += size
+        columns = rows.view(size, -1, size).transpose(0, 1)
         self.left -= columns.mT @ columns
         self.wanted -= columns.mT @ self.white[block]
         # What is left of a block that was taken is its penalty's; it is out of the running.
@@ -90,8 +94,9 @@ def forward(systems: Sequence[System], m: int) -> Path:
         best = int(explained.argmax())
         gains.append(explained[best])
         chosen.append(best)
-        for system in systems:
-            system.take(best)
+        if len(chosen) < m:
+            for system in systems:
+                system.take(best)
     return Path(tuple(chosen), torch.stack(gains))
 
 

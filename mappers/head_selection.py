@@ -9,13 +9,13 @@ rows fitted, which the last of many steps owe to chance, but of others: the fina
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mappers.forward import Path, System, forward, penalised, spread
+from mappers.forward import Path, Penalised, System, forward, penalised, spread
 from mappers.mapper import HeadReads, Heads, heads_of_a_token
 from mappers.moments import Moments, PairMoments
 
@@ -71,27 +71,63 @@ class HeadPaths:
         return [torch.stack([path.gains for path in paths]).sum(0) for paths in self.paths]
 
 
-def head_paths(
-    moments: PairMoments, longest: int, ridge: float, share: Share, *, lags: int | None = None
-) -> HeadPaths:
-    """Choices of ``longest`` heads, or of all where that is more than there are.
+class HeadSearch:
+    """Chooses heads for the keys or the values of one target layer after the other.
 
-    ``lags``: the farthest that may be read; all that the moments have if None. Raises
-    SingularSystem.
+    ``lags``: the farthest that may be read; all that the ``joint`` moments have if None. What it
+    finds raises SingularSystem where heads depend linearly on others and there is no ridge.
     """
-    geometry = moments.geometry
-    lags = moments.lags if lags is None else lags
-    candidates = (lags + 1) * heads_of_a_token(geometry)
-    inputs, groups = candidates * geometry.source_dim, geometry.target_heads
-    gram = penalised(moments.keys.gram[0, :inputs, :inputs], geometry.source_dim, ridge)
-    paths = []
-    for layer in range(geometry.target_layers):
-        for part in (moments.keys, moments.values):
-            whole = unit_heads(moments, part, 0, layer)[:inputs]
-            wanted = whole.chunk(groups if share == "head" else 1, dim=1)
-            steps = min(longest, candidates)
-            paths.append(tuple(forward([System(gram, heads)], steps) for heads in wanted))
-    return HeadPaths(tuple(paths), groups, geometry.source_dim, moments.count)
+
+    def __init__(
+        self, moments: PairMoments, ridge: float, share: Share, *, lags: int | None = None
+    ) -> None:
+        geometry = moments.geometry
+        lags = moments.lags if lags is None else lags
+        self._moments, self._share = moments, share
+        self._candidates = (lags + 1) * heads_of_a_token(geometry)
+        self._inputs = self._candidates * geometry.source_dim
+        gram = moments.keys.gram[0, : self._inputs, : self._inputs]
+        self._gram: Penalised = penalised(gram, geometry.source_dim, ridge)
+
+    def paths(self, longest: int) -> HeadPaths:
+        """Choices of ``longest`` heads, or of all where that is more than there are."""
+        geometry = self._moments.geometry
+        paths = tuple(self._path(place, longest) for place in range(2 * geometry.target_layers))
+        return HeadPaths(paths, geometry.target_heads, geometry.source_dim, self._moments.count)
+
+    def spread(
+        self, paths: HeadPaths, m: int, worth: Tensor, *, times: int
+    ) -> tuple[HeadPaths, list[int]]:
+        """``HeadPaths.spread``, with paths that are followed just as far as they are used.
+
+        That gives the counts of paths that are all followed to the end: what a path gains beyond
+        the reads that are worth taking decides nothing.
+        """
+        reach, counts = 1, paths.even(m)
+        while reach < times:
+            reach = min(2 * reach, times)
+            paths = self._followed(paths, counts, reach * m)
+            counts = paths.spread(m, worth, times=reach)
+        return paths, counts
+
+    def _followed(self, paths: HeadPaths, counts: Sequence[int], longest: int) -> HeadPaths:
+        """Those of which every step is taken, to ``longest``; the others as they are."""
+        found = tuple(
+            self._path(place, longest) if count == len(own[0].blocks) < longest else own
+            for place, (own, count) in enumerate(zip(paths.paths, counts, strict=True))
+        )
+        return replace(paths, paths=found)
+
+    def _path(self, place: int, longest: int) -> tuple[Path, ...]:
+        layer, kind = divmod(place, 2)
+        moments, steps = self._moments, min(longest, self._candidates)
+        part = (moments.keys, moments.values)[kind]
+        whole = unit_heads(moments, part, 0, layer)[: self._inputs]
+        choices = moments.geometry.target_heads if self._share == "head" else 1
+        return tuple(
+            forward([System(self._gram, wanted, steps)], steps)
+            for wanted in whole.chunk(choices, dim=1)
+        )
 
 
 def unit_heads(moments: PairMoments, part: Moments, group: int, layer: int) -> Tensor:

@@ -23,6 +23,8 @@ from mappers.geometry import STRUCTURES, Geometry, Structure, head_groups
 
 FIELDS = ("weight", "mean_x", "mean_y", "gram", "cross", "squares_y")
 SCHEMA = "kvt-moments-2"
+COLUMNS = 512
+"""So many of a Gram matrix are computed at a time."""
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -43,6 +45,20 @@ class Moments:
         self.gram = torch.zeros(groups, inputs, inputs, dtype=torch.float64)
         self.cross = torch.zeros(groups, inputs, outputs, dtype=torch.float64)
         self.squares_y = torch.zeros(groups, outputs, dtype=torch.float64)
+
+    @property
+    def gram(self) -> Tensor:
+        """Only the blocks from the diagonal to the right are summed, which halves the arithmetic;
+        they are copied to the left when somebody looks."""
+        if not self._symmetric:
+            for gram in self._gram:
+                _mirror(gram)
+            self._symmetric = True
+        return self._gram
+
+    @gram.setter
+    def gram(self, gram: Tensor) -> None:
+        self._gram, self._symmetric = gram, True
 
     def add(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         """Add rows ``x [G, n, F]`` and ``y [G, n, O]``, any float dtype.
@@ -161,9 +177,10 @@ class Moments:
     def _accumulate(self, x: Tensor, y: Tensor) -> None:
         # Group by group, because one large product uses all cores and a batched one may not.
         for group in range(x.shape[0]):
-            self.gram[group].addmm_(x[group].T, x[group])
+            _add_upper(self._gram[group], x[group])
             self.cross[group].addmm_(x[group].T, y[group])
         self.squares_y += y.square().sum(dim=1)
+        self._symmetric = False
 
     def _check_rows(self, x: Tensor, y: Tensor) -> None:
         groups, inputs, outputs = self.cross.shape
@@ -180,6 +197,19 @@ class Moments:
                 f"moments of shape {list(self.cross.shape)} and {list(other.cross.shape)} "
                 "do not belong together"
             )
+
+
+def _add_upper(gram: Tensor, rows: Tensor) -> None:
+    """Add ``rows.T @ rows`` of ``rows [n, F]`` to ``gram [F, F]``, but not left of the diagonal."""
+    for start in range(0, len(gram), COLUMNS):
+        own, on = slice(start, start + COLUMNS), slice(start, None)
+        gram[own, on].addmm_(rows[:, own].T, rows[:, on])
+
+
+def _mirror(gram: Tensor) -> None:
+    for start in range(0, len(gram), COLUMNS):
+        own, after = slice(start, start + COLUMNS), slice(start + COLUMNS, None)
+        gram[after, own] = gram[own, after].T
 
 
 def _mean(rows: Tensor, weights: Tensor | None) -> Tensor:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mappers.forward import System, forward, penalised
+from mappers.head_selection import HeadSearch, unit_heads
 from mappers.head_selection import Share as Share
-from mappers.head_selection import head_paths, unit_heads
 from mappers.mapper import HeadReads, Reads, heads_of_a_token
 from mappers.moments import Moments, PairMoments
 from mappers.recipes.solve import residual_squares
@@ -70,17 +70,15 @@ def select(
         most = (lags + 1) * heads_of_a_token(geometry)
     if not 1 <= k <= most:
         raise ValueError(f"k must be 1 to {most}, what the source has, not {k}")
-    # Beside the keys of all layers, where they are inputs together.
-    beside = geometry.source_layers if joint else 0
-    r2_keys = single_source_r2(moments, moments.keys, ridge)
-    r2_values = single_source_r2(moments, moments.values, ridge, beside=beside)
+    r2_keys, r2_values = layer_r2(moments, ridge)
     reads: tuple[Reads, ...]
     if joint:
-        paths = head_paths(moments, spread * k, ridge, share, lags=lags)
+        search = HeadSearch(moments, ridge, share, lags=lags)
+        paths = search.paths(k)
         counts = paths.even(k)
         if spread > 1 and weigh is not None:
             worth = weigh(paths.reads(counts), paths.explained(counts))
-            counts = paths.spread(k, worth, times=spread)
+            paths, counts = search.spread(paths, k, worth, times=spread)
         reads = paths.reads(counts)
     elif method == "greedy":
         reads = _greedy_layers(moments, k, ridge)
@@ -90,6 +88,14 @@ def select(
         chosen = ranked[:k].sort(dim=0).values
         reads = tuple(tuple(column) for column in chosen.T.tolist())
     return Selection(r2_keys, r2_values, reads)
+
+
+def layer_r2(moments: PairMoments, ridge: float) -> tuple[Tensor, Tensor]:
+    """R2 of each source layer alone against each target layer, of keys and of values."""
+    # Values come beside the keys of all layers, where they are inputs together.
+    beside = moments.geometry.source_layers if moments.structure == "joint" else 0
+    keys = single_source_r2(moments, moments.keys, ridge)
+    return keys, single_source_r2(moments, moments.values, ridge, beside=beside)
 
 
 def single_source_r2(
@@ -130,7 +136,7 @@ def _greedy_layers(moments: PairMoments, k: int, ridge: float) -> tuple[tuple[in
     reads = []
     for layer in range(moments.geometry.target_layers):
         systems = [
-            System(gram, unit_heads(moments, part, group, layer))
+            System(gram, unit_heads(moments, part, group, layer), k)
             for part, kind in zip((moments.keys, moments.values), grams, strict=True)
             for group, gram in enumerate(kind)
         ]

@@ -39,7 +39,7 @@ def minimum(x: Tensor, y: Tensor, blocks: tuple[int, ...], ridge: float) -> floa
 def test_each_step_takes_what_lowers_the_minimum_most(ridge: float) -> None:
     systems, data = [], [rows(1), rows(2)]
     for x, y in data:
-        systems.append(System(penalised(x.T @ x, WIDTH, ridge), x.T @ y))
+        systems.append(System(penalised(x.T @ x, WIDTH, ridge), x.T @ y, 4))
     path = forward(systems, 4)
     chosen: tuple[int, ...] = ()
     before = sum(float(y.square().sum()) for _, y in data)
@@ -61,7 +61,7 @@ def test_blocks_that_matter_only_together_are_found_one_after_the_other() -> Non
     x = torch.stack([first, second, (a - b) + 3 * noise], 1)
     x = x - x.mean(0)
     y = (first - second)[:, None] - (first - second).mean()
-    path = forward([System(penalised(x.T @ x, 1, 1e-9), x.T @ y)], 3)
+    path = forward([System(penalised(x.T @ x, 1, 1e-9), x.T @ y, 3)], 3)
     assert float(path.gains.sum()) == pytest.approx(float(y.square().sum()), rel=1e-6)
 
 
@@ -69,9 +69,9 @@ def test_equal_blocks_are_taken_from_the_first_and_depend_on_each_other_without_
     x, y = rows(4)
     same = torch.cat([x[:, :WIDTH], x[:, :WIDTH]], 1)
     gram, cross = same.T @ same, same.T @ y
-    assert forward([System(penalised(gram, WIDTH, 0.01), cross)], 2).blocks == (0, 1)
+    assert forward([System(penalised(gram, WIDTH, 0.01), cross, 2)], 2).blocks == (0, 1)
     with pytest.raises(SingularSystem, match="depend linearly"):
-        forward([System(penalised(gram, WIDTH, 0.0), cross)], 2)
+        forward([System(penalised(gram, WIDTH, 0.0), cross, 2)], 2)
 
 
 def test_spreading_steps_is_the_best_of_all_ways_where_gains_diminish() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from mappers.cache import KVCache
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry
+from mappers.head_selection import HeadSearch, Share
 from mappers.mapper import HeadReads, Mapper, layers_of
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
@@ -133,3 +134,30 @@ def test_heads_that_are_not_there_are_refused(wrong: HeadReads, why: str) -> Non
 def test_sources_are_the_layers_of_the_heads() -> None:
     assert layers_of(READS[0], GEOMETRY) == (0, 1, 2)
     assert layers_of(HeadReads(((0,), (7,)), ((1,), (6,))), GEOMETRY) == (0,)
+
+
+@pytest.mark.parametrize("times", [2, 3, 4])
+@pytest.mark.parametrize("share", ["head", "layer"])
+def test_paths_that_are_followed_where_they_are_used_give_what_whole_paths_give(
+    share: Share, times: int
+) -> None:
+    moments = PairMoments(GEOMETRY, "joint")
+    source = random_cache(3, TOKENS, 2, 4, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    mixed = torch.randn(8, 48, 6, generator=generator) * torch.rand(8, 48, 1, generator=generator)
+    heads = (heads_of(source).transpose(0, 1).flatten(1) @ mixed).view(4, 2, TOKENS, 6)
+    keys, values = heads.transpose(1, 2).chunk(2)
+    moments.add_window(source, KVCache(tuple(keys), tuple(values), source.positions))
+    search = HeadSearch(moments, 1e-4, share)
+    whole = search.paths(2 * times)
+    found = set()
+    for seed in range(10):
+        worth = torch.rand(4, generator=torch.Generator().manual_seed(seed)) ** 4
+        paths, counts = search.spread(search.paths(2), 2, worth, times=times)
+        assert counts == whole.spread(2, worth, times=times)
+        assert paths.reads(counts) == whole.reads(counts)
+        assert sum(counts) == 2 * 4
+        found.add(tuple(counts))
+    # Some are followed to the end, and not all: some are read less than evenly.
+    assert max(map(max, found)) > 2 * (times // 2)
+    assert min(map(min, found)) < 2

@@ -8,7 +8,8 @@ from mappers.budget import as_reads, judged
 from mappers.geometry import Geometry
 from mappers.held_out import hold_out
 from mappers.plan import Budget
-from tests.bench.recipe_bench.candidates import Candidate, Group, fit_plan, our_plan
+from mappers.solving import solved_mapper
+from tests.bench.recipe_bench.candidates import Candidate, Group, our_plan
 from tests.bench.recipe_bench.fitted import Fitted, Models, of_mapper
 from tests.bench.recipe_bench.sums import FITTED, PairSums, Part, with_heads
 
@@ -34,10 +35,10 @@ def _fit(models: Models, sums: PairSums, *, budget: Budget, k: int) -> Fitted:
     fitted, held_out = hold_out(sums.corpus)
     part = sums.moments({Part("joint", FITTED, plan.lags)})
     began = time.process_time()
-    tried = judged(plan, models.source, models.target, fitted, held_out, part)
+    best = judged(plan, models.source, models.target, fitted, held_out, part)[0]
     spent = time.process_time() - began
     whole = sums.moments(everything)
     began = time.process_time()
-    mapper = fit_plan(models, sums.corpus, whole, tried[0][0])
+    mapper = solved_mapper(best.plan, models.source, models.target, sums.corpus, whole, best.reads)
     spent += time.process_time() - began
     return of_mapper(mapper, spent + sums.collecting_seconds(everything))
