@@ -79,6 +79,11 @@ class Metrics:
         self.buffer_bytes = Gauge(
             "kvt_buffer_bytes", "Memory of all leases, fetched or not", registry=registry
         )
+        self.buffer_ended_bytes = Gauge(
+            "kvt_buffer_ended_bytes",
+            "Memory of leases that are over, which a client still maps",
+            registry=registry,
+        )
         self.queue_depth = Gauge(
             "kvt_queue_depth", "Translations that wait for the device", registry=registry
         )
