@@ -26,7 +26,7 @@ from mappers.errors import LayoutError
 from mappers.features import COMPONENTS, FEATURES, RowMoments, measure
 from mappers.identity import ModelIdentity
 from mappers.mapper import Mapper
-from mappers.sample import SAMPLED_ROWS, largest, sample, sample_rows
+from mappers.sample import SAMPLED_ROWS, content_of, largest, sample_rows
 from mappers.score import score_of
 from mappers.token_check import PROJECTED, TokenTable
 
@@ -67,8 +67,15 @@ class CalibrationProfile:
         rows = usual_rows(cache, skip_positions)
         if len(rows) == 0:
             return None
-        found = features(self.moments, cache, source, rows=rows, peaks=peaks)
-        return self.judge(found, len(rows))
+        length = int(cache.positions[-1]) + 1
+        return self.examine_rows(cache.take(rows), source, length=length, peaks=peaks)
+
+    def examine_rows(
+        self, taken: KVCache, source: ModelIdentity, *, length: int, peaks: Tensor
+    ) -> Finding:
+        """The same from the rows that count, at least one, of a prompt of ``length`` tokens."""
+        found = features(self.moments, taken, source, length=length, peaks=peaks)
+        return self.judge(found, taken.tokens)
 
     def judge(self, found: Mapping[str, Tensor], rows: int) -> Finding:
         """How far features of so many sampled rows are from those of the calibration texts."""
@@ -159,11 +166,11 @@ def usual_rows(cache: Readable, skip_positions: int) -> Tensor:
 
 
 def features(
-    moments: RowMoments, cache: Readable, source: ModelIdentity, *, rows: Tensor, peaks: Tensor
+    moments: RowMoments, taken: KVCache, source: ModelIdentity, *, length: int, peaks: Tensor
 ) -> dict[str, Tensor]:
-    """The features of a cache by name."""
-    sampled = sample(cache, source.rope, rows)
-    return measure(moments, sampled, cache.positions.cpu()[rows], peaks, source.rope)
+    """The features of a cache by name: from sampled rows of a prompt of ``length`` tokens."""
+    sampled = content_of(taken, source.rope, length=length)
+    return measure(moments, sampled, taken.positions.cpu(), peaks, source.rope)
 
 
 def scorer(profile: CalibrationProfile | None, mapper: Mapper) -> Callable[[KVCache], float | None]:

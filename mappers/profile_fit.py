@@ -48,7 +48,8 @@ class ProfileBuilder:
             self._sums.add(sample(cache, self.source.rope, rows), peaks)
         elif len(rows):
             self._moments = self._moments or self._sums.moments()
-            found = features(self._moments, cache, self.source, rows=rows, peaks=peaks)
+            taken, length = cache.take(rows), int(cache.positions[-1]) + 1
+            found = features(self._moments, taken, self.source, length=length, peaks=peaks)
             self._seen.append(found)
 
     def profile(self) -> CalibrationProfile | None:

@@ -6,7 +6,7 @@ Legend: L layers, T tokens, H kv heads, D head dim, m sampled rows.
 import torch
 from torch import Tensor
 
-from mappers.cache import Readable
+from mappers.cache import KVCache, Readable
 from mappers.rope import Rope, RotaryTable
 
 SAMPLED_ROWS = 96
@@ -30,13 +30,16 @@ def sample(cache: Readable, rope: Rope, rows: Tensor) -> Tensor:
 
     The cache ends with the last token that the model had read.
     """
-    chosen = cache.take(rows)
+    return content_of(cache.take(rows), rope, length=int(cache.positions[-1]) + 1)
+
+
+def content_of(taken: KVCache, rope: Rope, *, length: int) -> Tensor:
+    """The same of rows that were taken already, from a prompt of ``length`` tokens."""
     # All layers at once: a prompt's worth of small operations would cost more than they compute.
     keys, values = (
-        torch.stack(layers, dim=1).float().cpu() for layers in (chosen.keys, chosen.values)
+        torch.stack(layers, dim=1).float().cpu() for layers in (taken.keys, taken.values)
     )
-    positions = cache.positions.cpu()
-    table = RotaryTable.of(rope, positions[rows], length=int(positions[-1]) + 1)
+    table = RotaryTable.of(rope, taken.positions.cpu(), length=length)
     content = table.strip(keys.flatten(1, 2)).view(keys.shape)
     return torch.stack((content, values)).permute(0, 2, 3, 1, 4)
 
@@ -46,8 +49,12 @@ def largest(cache: Readable) -> Tensor:
 
     Every element is read. A NaN or an infinity anywhere shows as such.
     """
-    layers = [torch.stack([_largest(keys), _largest(values)]) for keys, values in cache.layers()]
-    return torch.stack(layers, dim=1).cpu()
+    return torch.stack([largest_of(*layer) for layer in cache.layers()], dim=1)
+
+
+def largest_of(keys: Tensor, values: Tensor) -> Tensor:
+    """The same of one layer: ``[2, H, D]``, on the CPU."""
+    return torch.stack([_largest(keys), _largest(values)]).cpu()
 
 
 _BITS = {4: (torch.int32, 0x7FFFFFFF), 2: (torch.int16, 0x7FFF), 1: (torch.int8, 0x7F)}

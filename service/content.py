@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mappers.cache import Readable
+from mappers.cache import KVCache, Readable, consecutive
 from mappers.conformal import FALSE_REFUSALS
 from mappers.evidence import Evidence
 from mappers.identity import ModelIdentity
-from mappers.profile import CalibrationProfile
-from mappers.sample import largest
+from mappers.profile import CalibrationProfile, Finding
+from mappers.sample import largest_of, sample_rows
 from service.schemas import TranslateRequest
 
 STRANGERS_AT_MOST = 0.05
@@ -66,27 +66,21 @@ class ContentGate:
 
     def inspect(self, cache: Readable, request: TranslateRequest, domain: str | None) -> Inspected:
         """Look at a source cache as received; ``domain`` is the one that its evidence is of."""
-        peaks = largest(cache)
-        if not bool(peaks.isfinite().all()):
-            return Inspected("non_finite", float("nan"), {})
-        peak = float(peaks.amax())
-        if self.profile is None:
-            return Inspected(None, peak, {})
-        reason, facts = self._compare(self.profile, cache, peaks, request, domain)
-        return Inspected(reason, peak, facts)
+        inspection = self.begin(request)
+        for keys, values in cache.layers():
+            inspection.add(keys, values)
+        return inspection.result(domain)
 
-    def _compare(
-        self,
-        profile: CalibrationProfile,
-        cache: Readable,
-        peaks: Tensor,
-        request: TranslateRequest,
-        domain: str | None,
+    def begin(self, request: TranslateRequest) -> "Inspection":
+        """The same a layer at a time, as they arrive."""
+        return Inspection(self, request)
+
+    def judge(
+        self, strangers: float | None, found: Finding | None, hops: int, domain: str | None
     ) -> tuple[str | None, Facts]:
-        strangers = None if request.hops else _strangers(profile, cache, request)
+        """What speaks against a finite cache, and what was measured of it."""
         if strangers is not None and not strangers <= STRANGERS_AT_MOST:
             return "implausible_values", {"strangers": strangers}
-        found = profile.examine(cache, self.source, skip_positions=self.skip_positions, peaks=peaks)
         if found is None:
             return None, {}
         facts: Facts = {
@@ -94,12 +88,67 @@ class ContentGate:
             "deviation_at": found.at,
             "score": found.score,
         }
-        if not found.deviation <= self.limit * (TRANSLATED_MARGIN if request.hops else 1):
+        if not found.deviation <= self.limit * (TRANSLATED_MARGIN if hops else 1):
             return "implausible_values", facts
-        if request.hops:
+        if hops:
             return None, facts
         known = self.score_limits.get(domain, self.score_limits.get(None, math.inf))
         return ("out_of_distribution" if not found.score <= known else None), facts
+
+
+class Inspection:
+    """One source cache under inspection: ``add`` each layer in order, then ask for the ``result``.
+
+    Kept of a layer are its largest values and a few rows, so what it lies in may go.
+    """
+
+    def __init__(self, gate: ContentGate, request: TranslateRequest) -> None:
+        self._gate, self._request = gate, request
+        self._positions = consecutive(request.tokens, request.start_position)
+        self._rows = sample_rows(
+            request.tokens,
+            start_position=request.start_position,
+            skip_positions=gate.skip_positions,
+        )
+        self._strangers: float | None = None
+        self._peaks: list[Tensor] = []
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    @property
+    def layers(self) -> int:
+        """How many it has seen."""
+        return len(self._peaks)
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """The next layer, each ``[T, H, D]``, any float dtype."""
+        profile = self._gate.profile
+        if profile is not None:
+            if not self._peaks and not self._request.hops:
+                first = KVCache((keys,), (values,), self._positions)
+                self._strangers = _strangers(profile, first, self._request)
+            rows = self._rows.to(keys.device)
+            self._keys.append(keys[rows])
+            self._values.append(values[rows])
+        self._peaks.append(largest_of(keys, values))
+
+    def result(self, domain: str | None) -> Inspected:
+        """What is to be said of all layers; ``domain`` as for ``ContentGate.inspect``."""
+        peaks = torch.stack(self._peaks, dim=1)
+        if not bool(peaks.isfinite().all()):
+            return Inspected("non_finite", float("nan"), {})
+        reason, facts = self._gate.judge(
+            self._strangers, self._examined(peaks), self._request.hops, domain
+        )
+        return Inspected(reason, float(peaks.amax()), facts)
+
+    def _examined(self, peaks: Tensor) -> Finding | None:
+        profile = self._gate.profile
+        if profile is None or len(self._rows) == 0:
+            return None
+        taken = KVCache(tuple(self._keys), tuple(self._values), self._positions[self._rows])
+        length = int(self._positions[-1]) + 1
+        return profile.examine_rows(taken, self._gate.source, length=length, peaks=peaks)
 
 
 def _strangers(
