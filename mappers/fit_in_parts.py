@@ -55,7 +55,7 @@ def shares_needed(plan: FitPlan, geometry: Geometry) -> Shares | None:
     structure, lags, memory = (
         RECIPES[plan.recipe].structure,
         sums_lags(plan),
-        plan.sums_memory_bytes,
+        plan.sums_memory,
     )
     needed = sums_bytes(geometry, structure, lags, all_layers(geometry))
     if needed <= memory:

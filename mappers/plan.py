@@ -14,6 +14,8 @@ from mappers.selection import Method
 Budget = Literal["paper", "half", "quarter", "eighth"]
 Count = Annotated[int, Field(ge=1)]
 Paths = tuple[Path, ...]
+CHOSEN_FOR_HEADS = {"lags", "share", "spread"}
+CHOSEN_FOR_LAYERS = {"selection"}
 CHOSEN_BY_BUDGET = {"recipe", "selection", "share", "spread"}
 
 
@@ -39,7 +41,7 @@ class FitPlan(BaseModel):
     ``first_tokens`` most frequent first tokens) and ``known_texts``, such as the opening of a chat
     template. ``work`` keeps the sums, so that a stopped fit resumes and another ``k`` or ``ridge``
     needs no second pass; without it they are beside the artifact until it is done. Sums that take
-    more than ``sums_memory_bytes`` are never held at once (``mappers.fit_in_parts``).
+    more than ``sums_memory`` are never held at once (``mappers.fit_in_parts``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,7 +64,7 @@ class FitPlan(BaseModel):
     key_norm: bool = True
     ridge: Annotated[float, Field(gt=0)] = 1e-4
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    sums_memory_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(16 * 2**30)
+    sums_memory: Annotated[ByteSize, Field(ge=1)] = ByteSize(16 * 2**30)
     windows: Count = 200
     window_tokens: Annotated[int, Field(ge=16)] = 1024
     stride: Count = 4
@@ -94,7 +96,11 @@ class FitPlan(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _heads_are_chosen(self) -> Self:
-        if self.spread > 1 and RECIPES[self.recipe].structure != "joint":
-            raise ValueError(f"spread: {self.recipe} does not choose heads")
+    def _of_this_recipe(self) -> Self:
+        """An option that would change nothing was meant for another recipe."""
+        heads = RECIPES[self.recipe].structure == "joint"
+        named = sorted(self.model_fields_set & (CHOSEN_FOR_LAYERS if heads else CHOSEN_FOR_HEADS))
+        if self.budget is None and named:
+            what = "layers" if heads else "heads"
+            raise ValueError(f"{named[0]}: {self.recipe} does not choose {what}")
         return self

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Column, Table
 
 from service.commands import models
-from service.commands.exits import Code, Failure, fault_of
+from service.commands.choice import choice_table
+from service.commands.exits import Code, Failure, fault_of, say
 from service.commands.options import Config, Device
 from service.commands.texts import by_domain
 
@@ -75,12 +75,15 @@ def fit(
         ),
     ] = None,
     lags: Annotated[
-        int, typer.Option(min=0, help="Tokens back, 0 to 4 (top_heads).", rich_help_panel=_FIT)
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=0, help="Tokens back, 0 to 4 (heads).", show_default="1", rich_help_panel=_FIT
+        ),
+    ] = None,
     share: Annotated[
         Share | None,
         typer.Option(
-            help="One choice of heads for a target layer, or for each target head (top_heads).",
+            help="One choice of heads for a target layer, or for each target head.",
             show_default="layer",
             rich_help_panel=_FIT,
         ),
@@ -169,10 +172,16 @@ def fit(
 
     del config
     models.quiet()
-    named = {"recipe": recipe, "k": k, "selection": selection, "share": share, "spread": spread}
+    named = {
+        "recipe": recipe,
+        "k": k,
+        "selection": selection,
+        "lags": lags,
+        "share": share,
+        "spread": spread,
+        "sums_memory": sums_memory,
+    }
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    if sums_memory is not None:
-        given["sums_memory_bytes"] = sums_memory
     if not given.keys() & {"recipe", "k"}:
         budget = budget or "paper"
     lists = {"lengths": lengths, "native_tails": native_tails}
@@ -186,7 +195,6 @@ def fit(
             work=work,
             device=device,
             budget=budget,
-            lags=lags,
             row_weights=row_weights,
             key_norm=key_norm,
             ridge=ridge,
@@ -205,35 +213,16 @@ def fit(
     except ValidationError as error:
         raise Failure(Code.USAGE, fault_of(error)) from error
     folder = fit_mapper(plan)
-    print_choice(folder)
+    print_choice(folder, budget)
     typer.echo(folder)
 
 
-def print_choice(folder: Path) -> None:
-    """What was tried under a budget, best first, on the error stream."""
+def print_choice(folder: Path, budget: Budget | None) -> None:
+    """What was tried under a budget, on the error stream."""
     from mappers.artifact import load_manifest
 
     choice = load_manifest(folder).choice
-    if choice is None:
-        return
-    table = Table(
-        "recipe",
-        *(Column(name, justify="right") for name in ("heads", "lags")),
-        "share",
-        *(Column(name, justify="right") for name in ("spread", "MFLOP", "tail 1", "tail 32")),
-        title=f"{choice.budget}: at most {choice.flops_per_token / 1e6:.3g} MFLOP a token; KL on "
-        f"{choice.held_out_windows} windows held out, at native tails of 1 and 32",
-        title_justify="left",
-    )
-    for tried in choice.candidates:
-        table.add_row(
-            tried.recipe,
-            str(tried.k),
-            str(tried.lags),
-            tried.share,
-            str(tried.spread),
-            f"{tried.flops_per_token / 1e6:.3g}",
-            f"{tried.kl_tail_1:.4f}",
-            f"{tried.kl_tail_32:.4f}",
-        )
-    Console(stderr=True).print(table)
+    if choice is not None:
+        Console(stderr=True).print(choice_table(choice))
+    elif budget is not None:
+        say(f"budget {budget}: the sums are too large to hold at once, so nothing was compared")

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from service.commands.choice import choice_table
 from service.commands.options import Config
 from service.settings import Settings
 
@@ -65,6 +66,8 @@ def inspect(
     loaded = artifacts.load(artifact)
     console = Console()
     console.print(_facts(loaded), _identities(loaded.manifest), sep="\n")
+    if loaded.manifest.choice is not None:
+        console.print(choice_table(loaded.manifest.choice))
     rule = Rule(max_kl, alpha, delta, risk, kl_clip)
     if loaded.evidence is not None:
         console.print(evidence_tables(loaded.evidence, rule))

@@ -70,7 +70,7 @@ def test_with_a_full_pool_the_maps_are_those_of_one_pass(
     structure = RECIPES[one_pass.recipe].structure
     lags = 1 if structure == "joint" else 0
     memory = sums_bytes(one_pass.geometry, structure, lags, Shares(2, 2))
-    asked = plan(texts, tmp_path / "b", sums_memory_bytes=memory, **recipe)
+    asked = plan(texts, tmp_path / "b", sums_memory=memory, **recipe)
     folder = fit_pair(asked, source, target, progress=False)
     for ours, expected in zip(fitted(folder).layers, one_pass.layers, strict=True):
         assert (ours.sources, ours.heads) == (expected.sources, expected.heads)
@@ -86,7 +86,7 @@ def test_with_a_smaller_pool_the_error_is_larger_but_not_much(
     asked = {**RECIPE, "k": 8, "key_norm": False}
     large, small = (
         fitted(fit_pair(plan(texts, tmp_path, **given), source, target, progress=False))
-        for given in (asked, {**asked, "sums_memory_bytes": memory_for(1, 1, whole)})
+        for given in (asked, {**asked, "sums_memory": memory_for(1, 1, whole)})
     )
     assert all(len(layer.sources) == 1 for layer in small.layers)
     best, worse = (unexplained(one, source, target, texts) for one in (large, small))
@@ -110,7 +110,7 @@ def test_a_stopped_fit_goes_on_with_the_part_that_it_was_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = memory_for(1, 1, whole)
-    asked = plan(texts, tmp_path / "a", sums_memory_bytes=memory, **RECIPE)
+    asked = plan(texts, tmp_path / "a", sums_memory=memory, **RECIPE)
     expected = fit_pair(asked, source, target, progress=False)
     original, calls = collecting.aligned, []
 
@@ -121,7 +121,7 @@ def test_a_stopped_fit_goes_on_with_the_part_that_it_was_at(
         return original(*arguments)
 
     monkeypatch.setattr(collecting, "aligned", stop_once)
-    asked = plan(texts, tmp_path / "b", sums_memory_bytes=memory, **RECIPE)
+    asked = plan(texts, tmp_path / "b", sums_memory=memory, **RECIPE)
     with pytest.raises(KeyboardInterrupt):
         fit_pair(asked, source, target, progress=False)
     calls[:] = [1] * 100
@@ -139,7 +139,7 @@ def test_a_memory_that_holds_not_one_target_layer_is_refused_before_a_model_runs
     request: pytest.FixtureRequest,
 ) -> None:
     request.getfixturevalue("no_forward_pass")
-    asked = plan(texts, tmp_path, sums_memory_bytes=1_000, **RECIPE)
+    asked = plan(texts, tmp_path, sums_memory=1_000, **RECIPE)
     with pytest.raises(TooLittleMemory, match="bytes, of 1,000 that may be used"):
         fit_pair(asked, source, target, progress=False)
 
@@ -147,6 +147,6 @@ def test_a_memory_that_holds_not_one_target_layer_is_refused_before_a_model_runs
 def test_what_needs_all_sums_together_is_refused_in_parts(
     whole: Mapper, source: LoadedModel, target: LoadedModel, texts: Path, tmp_path: Path
 ) -> None:
-    given = {**RECIPE, "spread": 2, "sums_memory_bytes": memory_for(1, 1, whole)}
+    given = {**RECIPE, "spread": 2, "sums_memory": memory_for(1, 1, whole)}
     with pytest.raises(LayoutError, match="fitted in parts"):
         fit_pair(plan(texts, tmp_path, **given), source, target, progress=False)
