@@ -24,26 +24,29 @@ from mappers.translate import Translator
 
 TAILS = (1, 32)
 SHARE, WINDOWS_AT_MOST = 8, 32
-"""One window of so many is wanted, of the latter at most; documents are held out whole, so that a
-long one may bring more."""
+"""One window of so many is held out, of the latter at most; twice as many where documents are long,
+since they are held out whole."""
 TOKENS_AT_LEAST = max(TAILS) + 1 + CONTINUATION_TOKENS
 
 
 def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
     """The windows to fit on, and those of the last documents, held out.
 
-    Where all windows are one document's, its last windows. Raises TooFewData where no window is
-    left to fit on, or none that is held out is long enough to have a KL.
+    Where that would leave nothing to fit on, or all documents are too long, the last windows,
+    whosever they are. Raises TooFewData where no window is left to fit on, or none that is held
+    out is long enough to have a KL.
     """
     long = [len(ids) >= TOKENS_AT_LEAST for ids in corpus.windows]
     wanted = min(max(1, len(corpus.windows) // SHARE), WINDOWS_AT_MOST)
+    of_document = Counter(corpus.names)
     usable = Counter(name for name, enough in zip(corpus.names, long, strict=True) if enough)
     names: set[str] = set()
     for name in reversed(dict.fromkeys(corpus.names)):
-        if sum(usable[held] for held in names) < wanted:
+        missing = wanted - sum(usable[held] for held in names)
+        if missing > 0 and of_document[name] <= missing + wanted:
             names.add(name)
     out = [name in names for name in corpus.names]
-    if all(out):
+    if all(out) or not any(usable[name] for name in names):
         out = [index >= len(out) - wanted for index in range(len(out))]
     if all(out) or not any(held and enough for held, enough in zip(out, long, strict=True)):
         raise TooFewData(

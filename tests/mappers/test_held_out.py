@@ -33,6 +33,18 @@ def test_of_one_document_the_last_windows_are_held_out() -> None:
     assert len(fitted.windows) == 15
 
 
+def test_long_documents_are_passed_over_for_shorter_ones() -> None:
+    fitted, held_out = hold_out(corpus("a" * 12 + "bbb" + "c" * 8 + "d"))
+    assert "".join(held_out.names) == "bbbd"
+    assert "".join(fitted.names) == "a" * 12 + "c" * 8
+
+
+def test_of_documents_that_are_all_long_the_last_windows_are_held_out() -> None:
+    fitted, held_out = hold_out(corpus("a" * 16 + "b" * 16))
+    assert "".join(held_out.names) == "bbbb"
+    assert "".join(fitted.names) == "a" * 16 + "b" * 12
+
+
 def test_never_more_than_is_needed_to_judge() -> None:
     letters = "".join(chr(0x4E00 + number) for number in range(1000))
     assert len(hold_out(corpus(letters))[1].windows) == 32
