@@ -16,7 +16,7 @@ fits do the same; with a later start position an approximation of the first rows
 Legend: T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,6 +158,20 @@ class Translator:
         LayoutError for a source layer that does not, and NonFinite in place of a layer that holds a
         NaN or an infinity (or numbers whose sum overflows float32, which is no better).
         """
+        steps = self.steps(layers, positions, dtype=dtype, prefix=prefix, tokens=tokens)
+        return (layer for layer in steps if layer is not None)
+
+    def steps(
+        self,
+        layers: Iterable[Layer],
+        positions: Tensor,
+        *,
+        dtype: torch.dtype,
+        prefix: KVCache | None = None,
+        tokens: int | None = None,
+    ) -> Iterator[Layer | None]:
+        """``stream``, with None between chunks of tokens: there, as between layers, the caller may
+        do other work first. Arguments and errors as there."""
         request = self._plan(positions, dtype, prefix, tokens)
         content = SourceContent(
             iter(layers),
@@ -222,7 +236,7 @@ class Translator:
         repeats = self._lags - (known - read.start)
         return _Request(wanted, known, read, repeats, prefix, dtype, source_table, target_table)
 
-    def _emit(self, content: SourceContent, request: _Request) -> Iterator[Layer]:
+    def _emit(self, content: SourceContent, request: _Request) -> Iterator[Layer | None]:
         shape = (self.geometry.target_heads, self.geometry.target_dim)
         workspace = torch.empty(self.chunk_tokens, *shape, device=self.device)
         for index, layer in enumerate(self._layers):
@@ -238,8 +252,12 @@ class Translator:
                     source_keys = source_values = (*source_keys, *source_values)
                 table, rows = request.target_table, request.mapped
                 finish = _KeyFinish(table, layer.key_norm)
-                checksum += self._map(layer.keys, source_keys, keys[rows], workspace, finish)
-                checksum += self._map(layer.values, source_values, values[rows], workspace, None)
+                checksum += yield from self._map(
+                    layer.keys, source_keys, keys[rows], workspace, finish
+                )
+                checksum += yield from self._map(
+                    layer.values, source_values, values[rows], workspace, None
+                )
                 del sources, source_keys, source_values
                 for source in layer.expiring:
                     content.drop(source)
@@ -254,13 +272,16 @@ class Translator:
         out: Tensor,
         workspace: Tensor,
         finish: _KeyFinish | None,
-    ) -> Tensor:
-        """Fill ``out [T, H_t, D_t]``, keys with ``finish``; return the sum of what was written."""
+    ) -> Generator[None, None, Tensor]:
+        """Fill ``out [T, H_t, D_t]``, keys with ``finish``, giving None between chunks; return the
+        sum of what was written."""
         checksum = torch.zeros((), device=self.device)
         apart = prepared.weight.shape[0] == self.geometry.target_heads > 1
         if apart:
             workspace = by_head(workspace)
         for start in range(0, out.shape[0], self.chunk_tokens):
+            if start:
+                yield
             chunk = slice(start, min(start + self.chunk_tokens, out.shape[0]))
             written = out[chunk]
             # Sums are float32 anyway: an answer of the same form gets them in its own memory.

@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from service.call import Judged
+from service.call import Call, Judged
 from service.gate import DETAILS, Ruling
 from service.policy import Policy
 from service.schemas import BufferReceipt, Receipt, Reprefill, ShadowRequest, TranslateRequest
@@ -28,13 +28,32 @@ def reprefill(judged: Judged, reason: str) -> Response:
         digest=entry.digest or "",
         request_id=judged.call.request_id,
     )
-    headers = {
-        **_common(judged),
+    return _reprefill(body, _common(judged))
+
+
+def too_late(call: Call) -> Response:
+    """The same of a request that nobody has read: what waits for the device is too much for it."""
+    reason = "would_miss_deadline"
+    call.ledger.close("reprefill", reason)
+    body = Reprefill(
+        reason=reason,
+        detail=DETAILS[reason],
+        kl_bound=None,
+        max_kl=call.service.settings.max_kl,
+        mapper=None,
+        digest="",
+        request_id=call.request_id,
+    )
+    return _reprefill(body, {})
+
+
+def _reprefill(body: Reprefill, headers: dict[str, str]) -> Response:
+    why = {
         "KVT-Decision": "reprefill",
-        "KVT-Reason": reason,
+        "KVT-Reason": body.reason,
         "x-vsr-kv-transfer-status": "fallback_reprefill",
     }
-    return JSONResponse(body.model_dump(mode="json"), headers=headers)
+    return JSONResponse(body.model_dump(mode="json"), headers={**headers, **why})
 
 
 def translated_head(approved: Approved, target: Side) -> tuple[bytes, dict[str, str]]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.body import Body
+from service.deadline import Deadline
 from service.entry import Entry
 from service.gate import Ruling
 from service.guards import Standing
@@ -24,6 +25,7 @@ class Call:
     request_id: str
     client: str
     ledger: Ledger
+    deadline: Deadline
 
 
 @dataclass(frozen=True, slots=True)

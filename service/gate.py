@@ -25,7 +25,7 @@ DETAILS = {
     "length_not_certified": "the mapper was not measured on prompts of this length",
     "drift_budget_exhausted": "the conversation has been translated too often, or its KLs add up",
     "breaker_open": "the KLs that callers measured for such requests are too large",
-    "would_miss_deadline": "the queue is too long for the caller's reprefill_ms",
+    "would_miss_deadline": "queue and translation would take longer than the caller waits",
     "non_finite": "the cache, or its translation, holds values that are not finite",
     "implausible_values": "the cache is not what this model makes of a text, or not of that text",
     "probe_kl_exceeds_threshold": "so far from the probe, no native tail meets the KL threshold",
@@ -71,12 +71,14 @@ def rule(
     *,
     allow_unproven: bool,
     pending_seconds: float,
+    left_seconds: float = math.inf,
     probe_error: float | None = None,
 ) -> Ruling:
     """Weigh the time, the evidence, and what became of earlier answers.
 
-    ``pending_seconds``: the expected wait for the device. ``probe_error`` None, where the request
-    has a probe: not known yet, so what may pass passes.
+    ``pending_seconds``: the expected wait for the device. ``left_seconds``: how long the caller
+    waits. ``probe_error`` None, where the request has a probe: not known yet, so what may pass
+    passes.
     """
     policy = standing.policy
     max_kl = min(policy.max_kl, request.max_kl or math.inf)
@@ -95,11 +97,13 @@ def rule(
     worth_it = _worth_it(entry, request, policy, verdict.native_tail)
     tokens = request.tokens - verdict.native_tail
     expected = entry.timing.seconds(tokens)
+    done_seconds = pending_seconds + (expected or 0.0)
+    late = comes_too_late(request, verdict.native_tail, done_seconds, left_seconds)
     reason = (
         verdict.reason
         or (None if worth_it else "below_break_even")
         or _worn(request, standing, max_kl if verdict.kl_bound is None else verdict.kl_bound)
-        or _would_miss_deadline(request, verdict, expected, pending_seconds)
+        or ("would_miss_deadline" if late else None)
     )
     return Ruling(
         reason=reason,
@@ -227,15 +231,11 @@ def _worn(request: TranslateRequest, standing: Standing, kl: float) -> str | Non
     return "breaker_open" if standing.breaker_open else None
 
 
-def _saved_seconds(request: TranslateRequest, verdict: Verdict) -> float:
-    """What the caller does not pay: the target reads the tail natively in any case."""
-    share = 1 - verdict.native_tail / request.tokens
-    return math.inf if request.reprefill_ms is None else share * request.reprefill_ms / 1000
-
-
-def _would_miss_deadline(
-    request: TranslateRequest, verdict: Verdict, expected: float | None, pending_seconds: float
-) -> str | None:
-    late = pending_seconds + (expected or 0.0)
-    missed = expected is not None and not late < _saved_seconds(request, verdict)
-    return "would_miss_deadline" if missed else None
+def comes_too_late(
+    request: TranslateRequest, native_tail: int, done_seconds: float, left_seconds: float
+) -> bool:
+    """Whether an answer in ``done_seconds`` is no use: the caller waits only ``left_seconds``, or
+    would read the prompt in less; the target reads the tail natively in any case."""
+    share = 1 - native_tail / request.tokens
+    saved = math.inf if request.reprefill_ms is None else share * request.reprefill_ms / 1000
+    return not done_seconds < min(saved, left_seconds)

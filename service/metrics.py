@@ -87,6 +87,17 @@ class Metrics:
         self.queue_depth = Gauge(
             "kvt_queue_depth", "Translations that wait for the device", registry=registry
         )
+        self.queue_seconds = Gauge(
+            "kvt_queue_predicted_seconds",
+            "Predicted time until all translations in flight are done",
+            registry=registry,
+        )
+        self.queue_refusals = Counter(
+            "kvt_queue_refusals",
+            "Requests that found no room: requests, bytes, or seconds of waiting",
+            ["bound"],
+            registry=registry,
+        )
         Info("kvt_build", "What is running", registry=registry).info(
             {"version": version, "python": platform.python_version(), "torch": torch.__version__}
         )

@@ -13,6 +13,7 @@ from mappers.suffix import SuffixCheck
 from service import answers, gate
 from service.body import Body, ClientGone
 from service.call import Call, Judged
+from service.deadline import Deadline
 from service.entry import Entry
 from service.errors import Problem
 from service.guards import Claim, Standing
@@ -24,6 +25,7 @@ from service.state import Service
 from service.stream import Running
 from service.translation import Translation
 from service.transport import Approved, Transport
+from service.turns import Steps, Turn
 from service.worker import Emission
 
 
@@ -36,15 +38,18 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
     call.service.lifecycle.check_open()
     async with AsyncExitStack() as held:
         held.enter_context(call.service.worker.place())
+        if _hopeless(call):
+            return answers.too_late(call)
         transport = await open_(call)
         judged = _judge(call, transport.request)
         if judged.ruling.reason is not None:
             return answers.reprefill(judged, judged.ruling.reason)
         held.enter_context(call.service.store.using(judged.entry))
         claim = held.enter_context(_claim(judged))
+        turn = held.enter_context(_turn(judged))
         work = _reserve(judged, transport, held)
         await _ingest(call, transport, work)
-        running = await _start(judged, work, held)
+        running = await _start(judged, turn, work, held)
         call.ledger.note(**work.facts)
         judged = _ruled_again(judged, work)
         if work.refusal is not None:
@@ -61,11 +66,11 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         return await transport.answer(approved, held)
 
 
-def plan(service: Service, request: TranslateRequest, client: str) -> Plan:
+def plan(service: Service, request: TranslateRequest, client: str, deadline: Deadline) -> Plan:
     """Answer ``POST /translate/plan``: the same first steps, without the cache."""
     service.lifecycle.check_open()
     entry = _identify_pair(service, request)
-    standing, ruling = _cheap_gate(service, entry, request, client)
+    standing, ruling = _cheap_gate(service, entry, request, client, deadline)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
     return Plan(
@@ -83,10 +88,15 @@ def plan(service: Service, request: TranslateRequest, client: str) -> Plan:
     )
 
 
+def _hopeless(call: Call) -> bool:
+    """Whether what any request would have to wait for takes longer than this caller waits."""
+    return not call.service.worker.turns.ahead_seconds(0.0) < call.deadline.left_seconds()
+
+
 def _judge(call: Call, request: TranslateRequest) -> Judged:
     entry = _identify_pair(call.service, request)
     call.ledger.pair = entry.id
-    standing, ruling = _cheap_gate(call.service, entry, request, call.client)
+    standing, ruling = _cheap_gate(call.service, entry, request, call.client, call.deadline)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
     return Judged(call, entry, request, standing, ruling)
 
@@ -103,7 +113,11 @@ def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
 
 
 def _cheap_gate(
-    service: Service, entry: Entry, request: TranslateRequest, client: str
+    service: Service,
+    entry: Entry,
+    request: TranslateRequest,
+    client: str,
+    deadline: Deadline,
 ) -> tuple[Standing, gate.Ruling]:
     with service.metrics.stage("gate"):
         standing = service.guards.standing(entry, request, client)
@@ -112,8 +126,18 @@ def _cheap_gate(
             request,
             standing,
             allow_unproven=service.settings.allow_unproven,
-            pending_seconds=service.worker.pending_seconds(),
+            pending_seconds=service.worker.turns.ahead_seconds(_expected(entry, request.tokens)),
+            left_seconds=deadline.left_seconds(),
         )
+
+
+def _expected(entry: Entry, tokens: int) -> float:
+    """Seconds on the device, as far as they are known."""
+    return entry.timing.seconds(tokens) or 0.0
+
+
+def _turn(judged: Judged) -> contextlib.AbstractContextManager[Turn]:
+    return judged.call.service.worker.turn(_expected(judged.entry, judged.ruling.tokens))
 
 
 def _claim(judged: Judged) -> contextlib.AbstractContextManager[Claim]:
@@ -196,16 +220,15 @@ async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
     call.service.metrics.bytes.labels("in").inc(work.space.received.numel())
 
 
-async def _start(judged: Judged, work: Translation, held: AsyncExitStack) -> Running:
+async def _start(judged: Judged, turn: Turn, work: Translation, held: AsyncExitStack) -> Running:
     """Queue the work; return when an answer may begin, or when the content gate has refused.
 
     Unless the gate has proven that no value can overflow, an answer begins only when all of it has
     been computed and seen: after the first byte there is no way to say re-prefill.
     """
-    emission = Emission()
-    expected = judged.entry.timing.seconds(judged.ruling.tokens) or 0.0
-    device = judged.call.service.worker.running(lambda: work.run(emission), emission, expected)
-    started = time.perf_counter()
+    emission, started = Emission(), time.perf_counter()
+    steps = _in_time(judged, turn, work, emission, started)
+    device = judged.call.service.worker.running(turn, steps, emission)
     future = await held.enter_async_context(device)
     gone = await held.enter_async_context(_watched(judged.call.body))
     while not (future.done() or (work.proven_finite and emission.ready_bytes)):
@@ -215,6 +238,19 @@ async def _start(judged: Judged, work: Translation, held: AsyncExitStack) -> Run
     if future.done():
         future.result()
     return Running(work, emission, future, gone, started)
+
+
+def _in_time(
+    judged: Judged, turn: Turn, work: Translation, emission: Emission, queued: float
+) -> Steps:
+    """The work, unless its turn has come too late, whatever was predicted."""
+    waited = time.perf_counter() - queued
+    left = judged.call.deadline.left_seconds() + waited
+    tail = judged.ruling.native_tail
+    if gate.comes_too_late(judged.request, tail, waited + turn.expected_seconds, left):
+        work.refusal = "would_miss_deadline"
+        return
+    yield from work.run(emission)
 
 
 @contextlib.asynccontextmanager

@@ -9,12 +9,13 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import SecretStr
 from starlette.responses import Response
 
-from service import openapi, pipeline
+from service import deadline, openapi, pipeline
 from service.answers import SAFETENSORS
 from service.body import Body, ClientGone
 from service.body_transport import BodyTransport
 from service.buffer_transport import BufferTransport
 from service.call import Call
+from service.deadline import Deadline
 from service.digest import ContentDigest
 from service.entry import Entry
 from service.errors import Problem
@@ -43,7 +44,7 @@ async def translate(request: Request, service: TheService) -> Response:
         transports = _transports(service)
         body, declared = _open(request, service, tuple(transports))
         request_id, client = request.scope["kvt.request_id"], client_of(request, service)
-        call = Call(service, body, declared, request_id, client, ledger)
+        call = Call(service, body, declared, request_id, client, ledger, _deadline(request))
         try:
             return await pipeline.translate(call, transports[_media_type(request)])
         except ClientGone:
@@ -67,7 +68,8 @@ def _transports(service: Service) -> dict[str, Callable[[Call], Awaitable[Transp
 async def plan(request: Request, service: TheService) -> Plan:
     """What would become of this request: the same document, without tensors."""
     raw = await small_document(request, service, MAX_DOCUMENT_BYTES)
-    return pipeline.plan(service, read_document(TranslateRequest, raw), client_of(request, service))
+    asked = read_document(TranslateRequest, raw)
+    return pipeline.plan(service, asked, client_of(request, service), _deadline(request))
 
 
 @router.get("/mappers")
@@ -153,6 +155,10 @@ def _info(service: Service, entry: Entry) -> MapperInfo:
 
 def _media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _deadline(request: Request) -> Deadline:
+    return Deadline.of_header(request.headers.getlist(deadline.HEADER))
 
 
 def client_of(request: Request, service: Service) -> str:

@@ -72,6 +72,9 @@ class Settings(BaseSettings, Policy):
     session_seconds: float = Field(86_400, gt=0, description="An idle session is forgotten.")
 
     queue_requests: int = Field(16, ge=1, description="Most requests in flight.")
+    queue_seconds: float = Field(
+        60, gt=0, allow_inf_nan=False, description="Longest predicted wait for the device."
+    )
     max_body_bytes: int = Field(16 * 1024 * MIB, ge=1, description="Largest body.")
     max_header_bytes: int = Field(MIB, ge=2, le=MIB, description="Largest safetensors header.")
     max_inflight_bytes: int = Field(

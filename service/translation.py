@@ -22,6 +22,7 @@ from service.loaded import Loaded
 from service.probing import Probing
 from service.schemas import TranslateRequest
 from service.side import Side
+from service.turns import Steps
 from service.wire import TensorSpec
 from service.worker import Emission
 
@@ -64,6 +65,7 @@ class Translation:
         self._loaded, self._source, self._probing = loaded, source, probing
         self._request, self._domain, self._prefix = request, domain, prefix
         self.seconds: dict[str, float] = {}
+        self._paused_seconds = 0.0
         self.facts: dict[str, float | str] = {}
         self.refusal: str | None = None
         self.ruling: Ruling | None = None
@@ -76,8 +78,8 @@ class Translation:
         answer: memoryview = self._answer.numpy().data
         return answer
 
-    def run(self, emission: Emission) -> None:
-        """On the device thread: inspect what was sent, then translate layer by layer."""
+    def run(self, emission: Emission) -> Steps:
+        """For the device thread: inspect what was sent, then translate layer by layer."""
         data, tensors = self.space.received, self.space.tensors
         source = self._source.read(data, tensors, self._request.start_position)
         try:
@@ -86,8 +88,9 @@ class Translation:
                 if self._probing is not None and self.refusal is None:
                     self._compare(self._probing, source, self._probing.side.read(data, tensors, 0))
             if self.refusal is None:
+                yield None
                 with self._timed("translate"):
-                    self._translate(source, emission)
+                    yield from self._translate(source, emission)
         except NonFinite:
             self.refusal = "non_finite"
             if not self.proven_finite:  # nothing of it is out, and nobody is to find half of it
@@ -114,28 +117,43 @@ class Translation:
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
+        """Count what the block takes, without what others took in its pauses."""
+        started, paused = time.perf_counter(), self._paused_seconds
         try:
             yield
         finally:
-            self.seconds[stage] = time.perf_counter() - started
+            paused_meanwhile = self._paused_seconds - paused
+            self.seconds[stage] = time.perf_counter() - started - paused_meanwhile
+
+    def _pause(self) -> Steps:
+        """Let others have the device."""
+        started = time.perf_counter()
+        yield None
+        self._paused_seconds += time.perf_counter() - started
 
     def _bounded(self, largest: float) -> bool:
         """Whether no value of the answer can leave the range of its dtype."""
         bound = ROTARY_MARGIN * (self._loaded.gain * largest * ROTARY_MARGIN + self._loaded.offset)
         return bound < torch.finfo(self._emitted_dtype()).max
 
-    def _translate(self, source: AnyCache, emission: Emission) -> None:
+    def _translate(self, source: AnyCache, emission: Emission) -> Steps:
         side, done = self.target, 0
         parts = self._parts()
-        layers = self._loaded.translator.layers(
-            source, prefix=self._prefix, tokens=side.geometry.tokens, dtype=self._emitted_dtype()
+        steps = self._loaded.translator.steps(
+            source.layers(),
+            source.positions,
+            prefix=self._prefix,
+            tokens=side.geometry.tokens,
+            dtype=self._emitted_dtype(),
         )
-        for keys, values in layers:
-            self._write(parts, done, keys, values)
-            done += 1
-            self.ready_layers = done
-            emission.advance(self._final_bytes(done))
+        for layer in steps:
+            if layer is not None:
+                self._write(parts, done, *layer)
+                done += 1
+                self.ready_layers = done
+                emission.advance(self._final_bytes(done))
+            if done < side.geometry.layers:  # whoever waits for the end is not to wait for others
+                yield from self._pause()
         if done != side.geometry.layers:
             raise Problem(
                 "internal_invariant", f"{done} of {side.geometry.layers} layers were translated"

@@ -1,7 +1,8 @@
 """The one thread that owns the device, and the limits on what may wait for it.
 
-Places and memory are reserved before anything is allocated. A translation writes into the one
-buffer that its answer is sent from, so a client that reads slowly holds memory, never the device.
+Places, memory and a turn on the device are reserved before anything is allocated. A translation
+writes into the one buffer that its answer is sent from, so a client that reads slowly holds memory,
+never the device.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,9 @@ import torch
 from service.errors import Problem
 from service.metrics import Metrics
 from service.settings import Settings
+from service.turns import Cancelled, Steps, Turn, Turns
 
 Result = TypeVar("Result")
-
-
-class Cancelled(Exception):
-    """The request behind a translation is gone; stop at the next layer."""
 
 
 class Emission:
@@ -65,26 +62,22 @@ class Emission:
 class Worker:
     """Admission, and the device thread."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, turns: Turns | None = None) -> None:
         self._settings, self._metrics = settings, metrics
-        self._executor = ThreadPoolExecutor(1, "kvt-device", initializer=self._prepare)
-        self._promised_seconds: dict[object, float] = {}
+        self.turns = turns or Turns()
+        self._thread = threading.Thread(target=self._serve, name="kvt-device", daemon=True)
+        self._starting = threading.Lock()
         self.in_flight = 0
         self.in_flight_bytes = 0
-
-    def pending_seconds(self) -> float:
-        """Expected time until everything that was submitted is done."""
-        return sum(self._promised_seconds.values())
+        metrics.queue_depth.set_function(lambda: self.turns.waiting)
+        metrics.queue_seconds.set_function(self.turns.left_seconds)
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
         """Hold one of the places for requests. Raises ``Problem`` 429 when all are taken."""
         if self.in_flight >= self._settings.queue_requests:
-            raise Problem(
-                "overloaded",
-                f"{self._settings.queue_requests} requests are in flight",
-                retry_after_seconds=max(1, math.ceil(self.pending_seconds())),
-            )
+            taken = f"{self._settings.queue_requests} requests are in flight"
+            raise self._refusal("requests", "overloaded", taken, self.turns.left_seconds())
         self.in_flight += 1
         self._metrics.in_flight.set(self.in_flight)
         try:
@@ -100,67 +93,100 @@ class Worker:
         if nbytes > limit:
             raise Problem("body_too_large", f"a request may need {limit} bytes, this one {nbytes}")
         if self.in_flight_bytes + nbytes > limit:
-            raise Problem(
-                "out_of_memory",
-                f"the memory for requests in flight, {limit} bytes, is taken",
-                retry_after_seconds=max(1, math.ceil(self.pending_seconds())),
-            )
+            taken = f"the memory for requests in flight, {limit} bytes, is taken"
+            raise self._refusal("bytes", "out_of_memory", taken, self.turns.left_seconds())
         self._count(nbytes)
         try:
             yield
         finally:
             self._count(-nbytes)
 
+    @contextlib.contextmanager
+    def turn(self, expected_seconds: float) -> Iterator[Turn]:
+        """A turn on the device. Raises ``Problem`` 429 when the wait for it would be too long."""
+        wait, limit = self.turns.ahead_seconds(expected_seconds), self._settings.queue_seconds
+        if not wait <= limit:
+            long = f"the wait would be {wait:.1f} seconds, at most {limit:g} are allowed"
+            raise self._refusal("seconds", "overloaded", long, wait - limit)
+        turn = self.turns.promise(expected_seconds)
+        try:
+            yield turn
+        finally:
+            self.turns.withdraw(turn)
+
     @contextlib.asynccontextmanager
     async def running(
-        self, work: Callable[[], None], emission: Emission, expected_seconds: float
+        self, turn: Turn, work: Steps, emission: Emission
     ) -> AsyncIterator[asyncio.Future[None]]:
-        """Run ``work`` on the device thread; on leaving the block it has ended or been cancelled.
+        """Do ``work`` in its turn; on leaving the block it has ended or been cancelled.
 
         Nothing that the work uses may be freed before that, so leaving waits for it.
         """
-        key = object()
-        self._promised_seconds[key] = expected_seconds
-        self._metrics.queue_depth.inc()
-        submitted = time.perf_counter()
-
-        def counted() -> None:
-            self._metrics.queue_depth.dec()
-            self._metrics.stage_seconds.labels("queue").observe(time.perf_counter() - submitted)
-            emission.advance(0)  # a request that is gone by now ends here
-            _with_memory(work)
-
-        future = asyncio.get_running_loop().run_in_executor(self._executor, counted)
-        future.add_done_callback(lambda _: self._promised_seconds.pop(key, None))
+        self._begin(turn, self._observed(work))
+        future = asyncio.wrap_future(turn.ended)
         try:
             yield future
         finally:
             emission.cancel()
+            self.turns.withdraw(turn)
             await asyncio.wait([future])
             # Looked at here, whether or not the block did, so that no fault goes unnoticed twice.
             future.cancelled() or future.exception()
 
     def on_device(self, work: Callable[[], Result]) -> Result:
         """Run something on the device thread and wait for it; never from the event loop."""
-        return self._executor.submit(work).result()
+        results: list[Result] = []
+
+        def whole() -> Steps:
+            results.append(work())
+            yield from ()
+
+        turn = self.turns.promise(0.0)
+        self._begin(turn, whole())
+        turn.ended.result()
+        return results[0]
 
     def stop(self) -> None:
-        """End the thread when its work is done."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """End the thread after the step that it is making."""
+        self.turns.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _begin(self, turn: Turn, steps: Steps) -> None:
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+        self.turns.begin(turn, steps)
+
+    def _serve(self) -> None:
+        if self._settings.threads is not None:
+            torch.set_num_threads(self._settings.threads)
+        self.turns.serve()
+
+    def _observed(self, work: Steps) -> Steps:
+        """The same, counting how long it has waited to begin."""
+        submitted = time.perf_counter()
+
+        def steps() -> Steps:
+            self._metrics.stage_seconds.labels("queue").observe(time.perf_counter() - submitted)
+            yield from _with_memory(work)
+
+        return steps()
+
+    def _refusal(self, bound: str, code: str, detail: str, wait_seconds: float) -> Problem:
+        """Of what would go over a bound; by then there should be room."""
+        self._metrics.queue_refusals.labels(bound).inc()
+        return Problem(code, detail, retry_after_seconds=max(1, math.ceil(wait_seconds)))
 
     def _count(self, nbytes: int) -> None:
         self.in_flight_bytes += nbytes
         self._metrics.in_flight_bytes.set(self.in_flight_bytes)
 
-    def _prepare(self) -> None:
-        if self._settings.threads is not None:
-            torch.set_num_threads(self._settings.threads)
 
-
-def _with_memory(work: Callable[[], None]) -> None:
-    """Run it; memory that cannot be had becomes a ``Problem``, raised when its frames are gone."""
+def _with_memory(work: Steps) -> Steps:
+    """The same; no memory becomes a ``Problem``, raised when the work's frames are gone."""
     try:
-        work()
+        yield from work
     except (MemoryError, torch.OutOfMemoryError):
         failed = True
     except RuntimeError as error:

@@ -112,7 +112,7 @@ class Reprefill(BaseModel):
     detail: str
     kl_bound: float | None
     max_kl: float
-    mapper: str
+    mapper: str | None = Field(description="None: decided before the request was read.")
     digest: str
     request_id: str
 

@@ -25,7 +25,7 @@ from mappers.translate import Translator
 from service.server import run
 from service.settings import Settings
 
-real, seconds = Translator.layers, float(sys.argv[2])
+real, seconds = Translator.steps, float(sys.argv[2])
 
 def slow(self, *args, **names):
     for layer in real(self, *args, **names):
@@ -35,7 +35,7 @@ def slow(self, *args, **names):
         yield layer
 
 if seconds:
-    Translator.layers = slow
+    Translator.steps = slow
 listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 print("port", listener.getsockname()[1], flush=True)
 run(Settings.model_validate_json(sys.argv[1]), listener)

@@ -35,7 +35,7 @@ def run(settings: Settings, test: Callable[[FastAPI], Awaitable[None]]) -> Servi
                 await asyncio.sleep(0.01)
             await test(app)
             assert (service.worker.in_flight, service.worker.in_flight_bytes) == (0, 0)
-            assert service.worker.pending_seconds() == 0
+            assert service.worker.turns.left_seconds() == 0
 
     asyncio.run(whole())
     return service
@@ -77,7 +77,7 @@ def hook(
 
     With ``begun``, the third one waits until the answer has begun.
     """
-    real: Layers = Translator.layers
+    real: Layers = Translator.steps
 
     def layers(self: Translator, *args: Any, **names: Any) -> Iterator[Any]:
         trial = names.get("prefix") is None
@@ -88,7 +88,7 @@ def hook(
             if changed is not None:
                 yield changed
 
-    monkeypatch.setattr(Translator, "layers", layers)
+    monkeypatch.setattr(Translator, "steps", layers)
 
 
 def skip_last(index: int, layer: Any) -> Any:

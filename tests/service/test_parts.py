@@ -23,6 +23,7 @@ from service.metrics import Metrics
 from service.problems import as_problem, render
 from service.schemas import read_request
 from service.settings import Settings
+from service.turns import Steps
 from service.worker import Emission, Worker
 from tests.service.pair import document
 
@@ -127,6 +128,12 @@ def worker(**changes: Any) -> Worker:
     return Worker(Settings(**changes), Metrics(version="0"))
 
 
+def at_once(work: Callable[[], object]) -> Steps:
+    """Work of one step."""
+    work()
+    yield from ()
+
+
 class TestWorker:
     def test_places_are_limited_and_come_back(self) -> None:
         busy = worker(queue_requests=1)
@@ -148,6 +155,17 @@ class TestWorker:
             pass
         assert (never.value.code, small.in_flight_bytes) == ("body_too_large", 0)
 
+    def test_a_wait_that_is_too_long_is_refused_with_the_time_to_come_back(self) -> None:
+        busy = worker(queue_seconds=2)
+        with busy.turn(2.0), busy.turn(2.0):
+            with pytest.raises(Problem, match="at most 2 are allowed") as late, busy.turn(9.0):
+                pass
+            assert (late.value.code, late.value.retry_after_seconds) == ("overloaded", 2)
+            with busy.turn(0.0):  # goes first, so it has no wait
+                pass
+        with busy.turn(9.0):  # alone anything may
+            pass
+
     def test_one_after_the_other_on_one_thread(self) -> None:
         names: list[str] = []
         one = worker()
@@ -155,8 +173,9 @@ class TestWorker:
         async def run() -> None:
             async def submit(name: str) -> None:
                 work = lambda: names.append(f"{name} {threading.current_thread().name}")  # noqa: E731
-                async with one.running(work, Emission(), 1.0) as future:
-                    await future
+                with one.turn(1.0) as turn:
+                    async with one.running(turn, at_once(work), Emission()) as future:
+                        await future
 
             await asyncio.gather(*(submit(name) for name in "abc"))
 
@@ -170,36 +189,57 @@ class TestWorker:
         one = worker()
 
         async def run() -> None:
-            release = threading.Event()
+            begun, release = threading.Event(), threading.Event()
 
             def work() -> None:
+                begun.set()
                 release.wait(10)
                 ended.set()
 
-            async with one.running(work, Emission(), 2.0):
-                assert one.pending_seconds() == 2.0
-                asyncio.get_running_loop().call_later(0.05, release.set)
-            assert ended.is_set()
+            with one.turn(2.0) as turn:
+                async with one.running(turn, at_once(work), Emission()):
+                    assert one.turns.left_seconds() == 2.0
+                    await asyncio.to_thread(begun.wait, 10)
+                    asyncio.get_running_loop().call_later(0.05, release.set)
+                assert ended.is_set()
 
         done(run())
         one.stop()
-        assert one.pending_seconds() == 0
+        assert one.turns.left_seconds() == 0
 
-    def test_work_whose_client_has_left_never_starts(self) -> None:
+    def test_work_whose_client_has_left_never_starts_and_waits_for_nobody(self) -> None:
         one = worker()
         started: list[int] = []
 
         async def run() -> None:
-            hold = threading.Event()
-            async with one.running(lambda: bool(hold.wait(10)) or None, Emission(), 1.0):
-                left = Emission()
-                left.cancel()
-                async with one.running(lambda: started.append(1), left, 1.0):
+            begun, hold = threading.Event(), threading.Event()
+            busy = lambda: begun.set() or hold.wait(10)  # noqa: E731
+            with one.turn(1.0) as first, one.turn(1.0) as second:
+                async with one.running(first, at_once(busy), Emission()):
+                    await asyncio.to_thread(begun.wait, 10)
+                    async with one.running(second, at_once(lambda: started.append(1)), Emission()):
+                        assert one.turns.waiting == 1
+                    assert one.turns.waiting == 0
                     hold.set()
 
         done(run())
         one.stop()
         assert not started
+
+    def test_memory_that_cannot_be_had_on_the_device_is_a_problem(self) -> None:
+        one = worker()
+
+        def work() -> None:
+            raise MemoryError
+
+        async def run() -> None:
+            with one.turn(1.0) as turn:
+                async with one.running(turn, at_once(work), Emission()) as future:
+                    await future
+
+        with pytest.raises(Problem, match="no memory"):
+            done(run())
+        one.stop()
 
 
 class TestDocuments:
