@@ -75,12 +75,13 @@ def try_out(loaded: Loaded, timing: RunningFit) -> None:
     """Translate noise of two lengths: proves that the mapper runs, and starts the time estimate."""
     source = loaded.mapper.source
     generator = torch.Generator().manual_seed(0)
-    for tokens in TRIAL_TOKENS:
+    for turn, tokens in enumerate((TRIAL_TOKENS[0], *TRIAL_TOKENS)):
         shape = (tokens, source.num_kv_heads, source.head_dim)
         layers = tuple(torch.randn(shape, generator=generator) for _ in range(source.num_layers))
         noise = KVCache(layers, layers, consecutive(tokens))
         started = time.perf_counter()
         answer = loaded.translator.translate(noise, dtype=torch.float32)
-        timing.add(tokens, time.perf_counter() - started)
+        if turn:  # the first pays for what the others find ready
+            timing.add(tokens, time.perf_counter() - started)
         if not all(bool(torch.isfinite(t).all()) for t in (*answer.keys, *answer.values)):
             raise ArtifactError("the mapper gives values that are not finite")

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -30,6 +31,10 @@ from tests.service.pair import document
 quick = settings(deadline=None, max_examples=40)
 
 
+LENGTHS = some.integers(1, 1 << 24)
+TIMES = some.floats(0, 1e6)
+
+
 class TestRunningFit:
     def test_knows_nothing_at_first(self) -> None:
         assert RunningFit().seconds(10) is None
@@ -40,12 +45,12 @@ class TestRunningFit:
         assert fit.seconds(200) == pytest.approx(2.0)
 
     @quick
-    @given(some.floats(0, 1), some.floats(0, 0.01))
-    def test_finds_a_line(self, fixed: float, slope: float) -> None:
+    @given(some.floats(0, 1), some.floats(0, 0.01), LENGTHS)
+    def test_finds_a_line(self, fixed: float, slope: float, tokens: int) -> None:
         fit = RunningFit()
-        for tokens in (32, 128, 512, 64):
-            fit.add(tokens, fixed + slope * tokens)
-        assert fit.seconds(1000) == pytest.approx(fixed + slope * 1000, abs=1e-6)
+        for seen in (32, 128, 512, 64):
+            fit.add(seen, fixed + slope * seen)
+        assert fit.seconds(tokens) == pytest.approx(fixed + slope * tokens, rel=1e-6, abs=1e-6)
 
     def test_follows_a_change(self) -> None:
         fit = RunningFit()
@@ -53,11 +58,42 @@ class TestRunningFit:
             fit.add(64, seconds)
         assert fit.seconds(64) == pytest.approx(1.0, rel=0.01)
 
-    def test_is_never_negative(self) -> None:
+    def test_many_short_ones_do_not_make_it_forget_long_ones(self) -> None:
         fit = RunningFit()
-        fit.add(1000, 0.1)
+        fit.add(30_000, 60.0)
+        for _ in range(10_000):
+            fit.add(100, 5.0)
+        assert fit.seconds(30_000) == 60.0
+        assert fit.seconds(100) == pytest.approx(5.0)
+
+    def test_a_short_one_that_was_slow_once_does_not_make_long_ones_cheap(self) -> None:
+        fit = RunningFit()
+        fit.add(32, 9.0)
+        fit.add(1000, 1.0)
+        assert fit.seconds(4000) == 1.0
+
+    @quick
+    @given(some.lists(some.tuples(LENGTHS, TIMES), min_size=1, max_size=20), LENGTHS)
+    def test_is_always_a_time(self, seen: list[tuple[int, float]], tokens: int) -> None:
+        fit = RunningFit()
+        for one in seen:
+            fit.add(*one)
+        found = fit.seconds(tokens)
+        assert found is not None
+        assert 0 <= found < math.inf
+        low, high = min(s for _, s in seen), max(s for _, s in seen)
+        if min(t for t, _ in seen) <= tokens <= max(t for t, _ in seen) and len(seen) > 1:
+            assert found >= low * (1 - 1e-9) / 2
+            assert found <= 2 * high * (1 + 1e-9)
+
+    @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0])
+    def test_what_is_no_time_teaches_nothing(self, seconds: float) -> None:
+        fit = RunningFit()
+        fit.add(10, seconds)
+        assert fit.seconds(10) is None
         fit.add(10, 1.0)
-        assert (fit.seconds(5000) or 0) >= 0
+        fit.add(10, seconds)
+        assert fit.seconds(10) == 1.0
 
 
 def body_of(*messages: Any, limit: int = 1000, grace: float = 5.0, rate: float = 1e6) -> Body:
