@@ -106,9 +106,10 @@ class BufferPair:
 
     def release(self) -> Steps[None]:
         """Give both leases back; tensors that lie in them stay what they are."""
-        held, self._held = self._held, {}
-        for lease in held.values():
-            yield Ask("DELETE", f"/buffers/{lease.id}")
+        ids = [held.id for held in self._held.values()]
+        self._held.clear()  # unmapped first: the memory counts until it is
+        for lease_id in ids:
+            yield Ask("DELETE", f"/buffers/{lease_id}")
 
     def _target_bytes(self, request: TranslateRequest) -> Steps[int]:
         """Bytes of an answer with all tokens; 0 for a model that the service does not know."""
@@ -130,8 +131,9 @@ class BufferPair:
         if held is not None and held.memory.nbytes >= nbytes and (yield from self._alive(held)):
             return held
         if held is not None:
-            del self._held[role]
-            yield Ask("DELETE", f"/buffers/{held.id}")
+            lease_id = self._held.pop(role).id
+            held = None  # unmapped first: the memory counts until it is
+            yield Ask("DELETE", f"/buffers/{lease_id}")
         response = yield Ask("POST", "/buffers", {"nbytes": nbytes})
         info = self._granted(response)
         if info is None:

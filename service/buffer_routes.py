@@ -6,7 +6,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from service import openapi
-from service.buffers import Buffers, Lease
+from service.buffers import Buffers
+from service.lease import Lease
 from service.memfd import file_bytes, progress_offset
 from service.routes import MAX_DOCUMENT_BYTES, TheService, client_of, small_document
 from service.schemas import BufferAsk, BufferInfo, read_document
@@ -25,7 +26,8 @@ async def lease(request: Request, service: TheService, buffers: TheBuffers) -> B
     service.lifecycle.check_open()
     raw = await small_document(request, service, MAX_DOCUMENT_BYTES)
     asked = read_document(BufferAsk, raw)
-    return _info(service, buffers, buffers.open(client_of(request, service), asked.nbytes))
+    leased = await buffers.open(client_of(request, service), asked.nbytes, asked.kind)
+    return _info(service, buffers, leased)
 
 
 @router.get("/buffers/{lease_id}", **openapi.BUFFER)
@@ -40,8 +42,8 @@ async def look(
 async def release(
     lease_id: str, request: Request, service: TheService, buffers: TheBuffers
 ) -> Response:
-    """Give a lease back. What is mapped stays mapped until whoever mapped it lets go."""
-    buffers.release(lease_id, client_of(request, service))
+    """Give a lease back. What its client has mapped stays, and counts, until it lets go of it."""
+    await buffers.release(lease_id, client_of(request, service))
     return Response(status_code=204)
 
 

@@ -4,7 +4,8 @@ HTTP cannot carry a descriptor, so a client sends the id of its lease here, in o
 ``SOCK_SEQPACKET`` connection, and gets back one message with one descriptor (SCM_RIGHTS), or the
 code of a refusal. The kernel says who is asking (SO_PEERCRED): our own user, and those that the
 settings name. A message that is anything but an id ends the connection; descriptors that come with
-it are never received, because no room is offered for them.
+it are never received, because no room is offered for them. Connections are few for each user, and
+few for all strangers together, so nobody can keep anyone else out.
 """
 
 import asyncio
@@ -12,14 +13,17 @@ import contextlib
 import os
 import socket
 import struct
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
 from mappers.errors import KVTranslatorError
-from service.buffers import LEASE_ID, Buffers
+from service.buffers import Buffers
 from service.errors import CODES, Problem
+from service.lease import LEASE_ID
 from service.logs import described
 from service.memfd import SharedMemory, attach
 
@@ -29,7 +33,8 @@ ID_BYTES = 32
 OK = b"ok"
 REPLY_BYTES = 64
 MESSAGE_SECONDS = 2.0
-MAX_CONNECTIONS = 32
+CONNECTIONS_A_USER = 16
+BACKLOG = 64
 MAX_PATH_BYTES = 107
 CLIENT_SECONDS = 30.0
 """A client waits while pages are allocated, which takes a second for several GiB."""
@@ -72,7 +77,7 @@ class BufferSocket:
         self._uids = {os.geteuid(), *uids}
         self._listener = _listen(path, shared=bool(uids))
         self._inode = os.stat(path).st_ino
-        self._connections = 0
+        self._connections: Counter[int | None] = Counter()
 
     async def serve(self) -> None:
         """Hand over until cancelled."""
@@ -84,11 +89,13 @@ class BufferSocket:
                 except OSError:
                     await asyncio.sleep(0.1)  # out of descriptors; others will close theirs
                     continue
-                if self._connections >= MAX_CONNECTIONS:
+                uid = self._peer_uid(connection)
+                place = uid if uid in self._uids else None
+                if self._connections[place] >= CONNECTIONS_A_USER:
                     connection.close()
                     continue
-                self._connections += 1
-                tasks.create_task(self._serve_one(connection))
+                self._connections[place] += 1
+                tasks.create_task(self._serve_one(connection, place))
 
     def close(self) -> None:
         """Stop listening, and leave no file behind unless another service has replaced it."""
@@ -97,22 +104,24 @@ class BufferSocket:
             if os.stat(self._path).st_ino == self._inode:
                 self._path.unlink()
 
-    async def _serve_one(self, connection: socket.socket) -> None:
+    async def _serve_one(self, connection: socket.socket, uid: int | None) -> None:
         """One exchange; whatever goes wrong in it, the next one is served all the same."""
+        exchange = self._hand_over(connection, uid)
         try:
             with connection:
-                (fault,) = await asyncio.gather(self._hand_over(connection), return_exceptions=True)
+                (fault,) = await asyncio.gather(exchange, return_exceptions=True)
         finally:
-            self._connections -= 1
+            self._connections[uid] -= 1
         # A connection that ends early or is too slow is the other side's affair.
         if fault is not None and not isinstance(fault, OSError):
             log.error("a buffer was not handed over", **described(fault))
 
-    async def _hand_over(self, connection: socket.socket) -> None:
+    async def _hand_over(self, connection: socket.socket, uid: int | None) -> None:
+        """Answer one message; ``uid`` None: of a user who may not ask."""
         async with asyncio.timeout(MESSAGE_SECONDS):
             message = await asyncio.get_running_loop().sock_recv(connection, ID_BYTES + 1)
-        uid, lease_id = self._peer_uid(connection), message.decode("ascii", "replace")
-        if uid not in self._uids:
+        lease_id = message.decode("ascii", "replace")
+        if uid is None:
             connection.send(b"wrong_user")
             return
         if not LEASE_ID.fullmatch(lease_id):
@@ -122,7 +131,11 @@ class BufferSocket:
         except Problem as problem:
             connection.send(problem.code.encode())
             return
-        socket.send_fds(connection, [OK], [memory.descriptor])
+        handle = memory.handle()
+        try:
+            socket.send_fds(connection, [OK + memory.where()], [handle])
+        finally:
+            os.close(handle)
 
 
 def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
@@ -132,7 +145,7 @@ def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
             connection.settimeout(CLIENT_SECONDS)
             connection.connect(path)
             connection.send(lease_id.encode())
-            message, descriptors, flags, _ = socket.recv_fds(connection, REPLY_BYTES, 1)
+            message, descriptors, flags = _received(connection)
     except OSError as error:
         raise NotHandedOver(f"the socket of the buffers: {_why(error)}") from error
     if message == OK and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
@@ -144,6 +157,19 @@ def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
     raise NotHandedOver(f"the socket of the buffers: {said}")
 
 
+def _received(connection: socket.socket) -> tuple[bytes, list[int], int]:
+    """A message with room for one descriptor, which programs started here do not inherit."""
+    found = array("i")
+    # Python 3.11's recv_fds takes flags, and drops them.
+    message, ancillary, flags, _ = connection.recvmsg(
+        REPLY_BYTES, socket.CMSG_LEN(found.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return message, list(found), flags
+
+
 def _listen(path: Path, *, shared: bool) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, _NONBLOCKING)
     try:
@@ -153,7 +179,7 @@ def _listen(path: Path, *, shared: bool) -> socket.socket:
         listener.bind(str(path))
         if shared:
             path.chmod(0o666)  # who may ask is decided by the user id
-        listener.listen(MAX_CONNECTIONS)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise SocketError(f"buffers: the socket cannot be opened: {_why(error)}") from error

@@ -11,11 +11,11 @@ from typing import Self
 from starlette.responses import Response
 
 from service import answers
+from service.allocators import Memory
 from service.body import ClientGone
 from service.buffers import Buffers
 from service.call import Call
 from service.errors import Problem
-from service.memfd import SharedMemory
 from service.schemas import BufferRequest, read_document
 from service.settle import settle
 from service.side import Side
@@ -34,7 +34,7 @@ class BufferTransport:
     def __init__(self, call: Call, buffers: Buffers, request: BufferRequest) -> None:
         self._call, self._buffers = call, buffers
         self.request: BufferRequest = request
-        self._target: SharedMemory | None = None
+        self._target: Memory | None = None
 
     @classmethod
     async def read(cls, call: Call) -> Self:
@@ -90,7 +90,7 @@ class BufferTransport:
             self._target.ready_layers = layers
 
 
-def _check_size(side: str, memory: SharedMemory, needed_bytes: int) -> None:
+def _check_size(side: str, memory: Memory, needed_bytes: int) -> None:
     if memory.nbytes < needed_bytes:
         raise Problem(
             "bad_buffer",

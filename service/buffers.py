@@ -1,80 +1,65 @@
 """Leases of shared memory: whose they are, how long they last, and what they may cost in all.
 
 A client never names memory of its own: it asks for a lease over HTTP, fetches the memory over our
-Unix socket (``service/buffer_socket.py``), and from then on names the lease. Every lease has memory
-of its own, zeros at first, that goes back to the kernel and never to another lease. It ends some
-time after its last use, but not while a translation reads or writes it. All methods belong to the
-event loop; none waits but ``fetch``.
+Unix socket (``service/buffer_socket.py``), and from then on names the lease. It ends some time
+after its last use, but not while a translation reads or writes it. Nobody can take away what a
+client has mapped, so the memory of a lease that has ended stays what it is, and counts, until the
+client has let go of it too. All methods belong to the event loop; allocating and freeing wait for a
+thread.
 """
 
 import asyncio
 import contextlib
-import math
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from service.allocators import Allocator, Kind, Memory
+from service.buffer_budgets import Budgets
 from service.errors import Problem
-from service.memfd import SharedMemory, allocate, file_bytes
+from service.lease import Lease
 from service.metrics import Metrics
 from service.settings import Settings
 
-LEASES_A_CLIENT = 64
 FETCH_SECONDS = 10.0
 """Until a lease is fetched it holds no memory, only a part of the budget: not for long."""
-LEASE_ID = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """One lease; ``memory`` is None until it has been fetched, by a process of user ``uid``."""
-
-    id: str
-    client: str
-    nbytes: int
-    expires_seconds: float
-    memory: SharedMemory | None = None
-    uid: int | None = None
-    readers: int = 0
-    writing: bool = False
-    fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a translation reads or writes it, or its memory is being allocated."""
-        return self.writing or self.readers > 0 or self.fetching.locked()
-
-    def shared(self) -> SharedMemory:
-        """Its memory. Raises ``Problem`` 422 before it was fetched."""
-        if self.memory is None:
-            raise Problem("bad_buffer", "the buffer's memory was never fetched over the socket")
-        return self.memory
 
 
 class Buffers:
-    """The leases of one application. ``clock`` is in seconds."""
+    """The leases of one application, of memory from ``allocators``. ``clock`` is in seconds."""
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        allocators: Mapping[Kind, Allocator],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
+        self._allocators = allocators
+        limits = {kind: allocator.limit_bytes for kind, allocator in allocators.items()}
+        self._budgets = Budgets(limits, settings.buffer_client_bytes)
         self._leases: dict[str, Lease] = {}
+        # Their clients have not let go of the memory yet, or it was not freed since.
+        self._ended: dict[str, Lease] = {}
+        self._freeing: set[asyncio.Task[None]] = set()
 
-    def open(self, client: str, nbytes: int) -> Lease:
-        """A new lease. Raises ``Problem`` 413, 429 or 507 when there is no budget for it."""
-        self.sweep()
-        self._check_budgets(client, nbytes)
-        until = self._clock() + min(FETCH_SECONDS, self._settings.buffer_seconds)
-        lease = Lease(secrets.token_hex(16), client, nbytes, until)
+    async def open(self, client: str, nbytes: int, kind: Kind = "host") -> Lease:
+        """A new lease. Raises ``Problem`` 403, 413, 429 or 507 when there is none to be had."""
+        if kind not in self._allocators:
+            raise Problem("buffers_off", f"this service was started without {kind} buffers")
+        await self.sweep()
+        now, cost = self._clock(), self._allocators[kind].cost_bytes(nbytes)
+        until = now + min(FETCH_SECONDS, self._settings.buffer_seconds)
+        lease = Lease(secrets.token_hex(16), client, kind, nbytes, cost, until)
+        self._budgets.check(lease, [*self._leases.values(), *self._ended.values()], now)
         self._leases[lease.id] = lease
         self._count()
         return lease
 
     def find(self, lease_id: str, client: str) -> Lease:
         """The client's own lease, renewed if it has been fetched. Raises ``Problem`` 404."""
-        self.sweep()
+        self._expire()
         lease = self._leases.get(lease_id)
         if lease is None or lease.client != client:
             raise _not_found()
@@ -82,32 +67,38 @@ class Buffers:
             self._renew(lease)
         return lease
 
-    def release(self, lease_id: str, client: str) -> None:
-        """End a lease. Raises ``Problem`` 404, or 409 while it is in use."""
+    async def release(self, lease_id: str, client: str) -> None:
+        """End a lease; its memory is free then if the client has let go of it before.
+
+        Raises ``Problem`` 404, or 409 while it is in use.
+        """
         lease = self.find(lease_id, client)
         if lease.in_use:
             raise _in_use()
         self._end(lease)
+        await self._free_ended()
 
     def left_seconds(self, lease: Lease) -> float:
         """Until it ends, if nobody uses it again."""
         return round(max(0.0, lease.expires_seconds - self._clock()), 3)
 
-    async def fetch(self, lease_id: str, uid: int) -> SharedMemory:
+    async def fetch(self, lease_id: str, uid: int) -> Memory:
         """The memory of a lease, for a process of this user: the first fetch decides whose it is.
 
         Raises ``Problem`` 404 or 507.
         """
-        self.sweep()
+        self._expire()
         lease = self._leases.get(lease_id)
         if lease is None or lease.uid not in (None, uid):
             raise _not_found()
         lease.uid = uid
         async with lease.fetching:
             if lease.memory is None:
-                lease.memory = await _allocated(lease.nbytes)
+                memory = await self._allocated(lease)
                 if lease.id not in self._leases:  # closed meanwhile
-                    lease.memory.close()
+                    memory.close()
+                    raise _not_found()
+                lease.memory = memory
             # Also while this waited for its turn; the number of its descriptor may be another's.
             if lease.id not in self._leases:
                 raise _not_found()
@@ -115,7 +106,7 @@ class Buffers:
         return lease.memory
 
     @contextlib.contextmanager
-    def reading(self, lease: Lease) -> Iterator[SharedMemory]:
+    def reading(self, lease: Lease) -> Iterator[Memory]:
         """Use it as a source. Raises ``Problem`` 409 while an answer is written into it."""
         memory = lease.shared()
         if lease.writing:
@@ -128,7 +119,7 @@ class Buffers:
             self._renew(lease)
 
     @contextlib.contextmanager
-    def writing(self, lease: Lease) -> Iterator[SharedMemory]:
+    def writing(self, lease: Lease) -> Iterator[Memory]:
         """Use it as a target. Raises ``Problem`` 409 while anyone else uses it."""
         memory = lease.shared()
         if lease.in_use:
@@ -140,81 +131,73 @@ class Buffers:
             lease.writing = False
             self._renew(lease)
 
-    def sweep(self) -> None:
-        """End what has expired and is not in use."""
-        now = self._clock()
-        for lease in [x for x in self._leases.values() if x.expires_seconds <= now]:
-            if not lease.in_use:
-                self._end(lease)
+    async def sweep(self) -> None:
+        """End what has expired and is not in use, and free what nobody holds any more."""
+        self._expire()
+        await self._free_ended()
 
     async def keep_swept(self) -> None:
         """Sweep for ever, so that memory comes back also when nobody asks."""
         while True:
             await asyncio.sleep(min(1.0, self._settings.buffer_seconds))
-            self.sweep()
+            await self.sweep()
 
     def close(self) -> None:
-        """End all of them; no translation is left."""
-        for lease in list(self._leases.values()):
-            self._end(lease)
-
-    def _check_budgets(self, client: str, nbytes: int) -> None:
-        settings, size = self._settings, file_bytes(nbytes)
-        mine = [lease for lease in self._leases.values() if lease.client == client]
-        if size > min(settings.buffer_client_bytes, settings.buffer_bytes):
-            raise Problem(
-                "buffer_too_large",
-                f"a client has {settings.buffer_client_bytes} bytes of all buffers, "
-                f"{settings.buffer_bytes}; this one would take {size}",
-            )
-        if len(mine) >= LEASES_A_CLIENT:
-            raise Problem(
-                "buffer_budget",
-                f"a client has at most {LEASES_A_CLIENT} buffers",
-                retry_after_seconds=self._first_end(mine),
-            )
-        if _total(mine) + size > settings.buffer_client_bytes:
-            raise Problem(
-                "buffer_budget",
-                f"a client has at most {settings.buffer_client_bytes} bytes of buffers",
-                retry_after_seconds=self._first_end(mine),
-            )
-        everyone = list(self._leases.values())
-        if _total(everyone) + size > settings.buffer_bytes:
-            raise Problem(
-                "out_of_memory",
-                f"the memory for buffers, {settings.buffer_bytes} bytes, is taken",
-                retry_after_seconds=self._first_end(everyone),
-            )
-
-    def _first_end(self, leases: list[Lease]) -> int:
-        """Seconds until one of them may be free, if nobody uses it again."""
-        first = min(lease.expires_seconds for lease in leases)
-        return max(1, math.ceil(first - self._clock()))
+        """End all of them; no translation is left, and the process is about to end."""
+        for lease in (*self._leases.values(), *self._ended.values()):
+            if lease.memory is not None:
+                lease.memory.close()
+        self._leases.clear()
+        self._ended.clear()
+        self._count()
 
     def _renew(self, lease: Lease) -> None:
         lease.expires_seconds = self._clock() + self._settings.buffer_seconds
 
+    def _expire(self) -> None:
+        now = self._clock()
+        for lease in [x for x in self._leases.values() if x.expires_seconds <= now]:
+            if not lease.in_use:
+                self._end(lease)
+
     def _end(self, lease: Lease) -> None:
         del self._leases[lease.id]
+        lease.ended = True
         if lease.memory is not None:
-            lease.memory.close()
+            self._ended[lease.id] = lease
         self._count()
+
+    async def _free_ended(self) -> None:
+        """Free the memory of leases that have ended and that no client holds."""
+        for lease in self._ended.values():
+            if lease.memory is not None and not lease.memory.held_elsewhere:
+                memory, lease.memory = lease.memory, None
+                # A task, so that it is done once also when whoever waits for it goes away.
+                task = asyncio.create_task(self._free(lease, memory))
+                self._freeing.add(task)
+                task.add_done_callback(self._freeing.discard)
+        if self._freeing:
+            await asyncio.wait(set(self._freeing))
+
+    async def _free(self, lease: Lease, memory: Memory) -> None:
+        await asyncio.to_thread(self._allocators[lease.kind].free, memory)
+        self._ended.pop(lease.id, None)
+        self._count()
+
+    async def _allocated(self, lease: Lease) -> Memory:
+        try:
+            return await asyncio.to_thread(self._allocators[lease.kind].allocate, lease.nbytes)
+        except OSError as error:
+            raise Problem("out_of_memory", "there is no memory for this buffer now") from error
 
     def _count(self) -> None:
         self._metrics.buffer_leases.set(len(self._leases))
-        self._metrics.buffer_bytes.set(_total(list(self._leases.values())))
+        self._metrics.buffer_bytes.set(_total(self._leases.values()))
+        self._metrics.buffer_ended_bytes.set(_total(self._ended.values()))
 
 
-async def _allocated(nbytes: int) -> SharedMemory:
-    try:
-        return await asyncio.to_thread(allocate, nbytes)
-    except OSError as error:
-        raise Problem("out_of_memory", "there is no memory for this buffer now") from error
-
-
-def _total(leases: list[Lease]) -> int:
-    return sum(file_bytes(lease.nbytes) for lease in leases)
+def _total(leases: Iterable[Lease]) -> int:
+    return sum(lease.cost_bytes for lease in leases)
 
 
 def _not_found() -> Problem:

@@ -1,12 +1,15 @@
 """Where translations run, as the store needs to know it: weights go there, and how much fits."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mappers.mapper import Mapper
 from mappers.translate import Translator
+
+# cudaHostRegisterPortable: pinned for every context of the process.
+_PORTABLE = 1
 
 
 class Device(Protocol):
@@ -22,6 +25,12 @@ class Device(Protocol):
 
     def reclaim(self) -> None:
         """Give memory that was freed back to the device."""
+
+    def pin(self, memory: Tensor) -> None:
+        """Have copies from and to this host memory done by DMA. Raises OSError."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Before the memory goes."""
 
 
 class Cpu:
@@ -39,6 +48,12 @@ class Cpu:
 
     def reclaim(self) -> None:
         """The allocator of the host needs no word."""
+
+    def pin(self, memory: Tensor) -> None:
+        """The device reads host memory as it is."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Nothing was done."""
 
 
 class Cuda:
@@ -66,6 +81,25 @@ class Cuda:
         """Empty torch's cache of freed blocks."""
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
+
+    def pin(self, memory: Tensor) -> None:
+        """Page-locked, for as long as it is registered; empty memory is nothing to register."""
+        if memory.nbytes:
+            register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._device):
+                _check(register(memory.data_ptr(), memory.nbytes, _PORTABLE))
+
+    def unpin(self, memory: Tensor) -> None:
+        """Waits for copies under way."""
+        if memory.nbytes:
+            unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._device):
+                unregister(memory.data_ptr())
+
+
+def _check(code: Any) -> None:
+    if int(code) != 0:
+        raise OSError(f"host memory cannot be registered with the device: CUDA error {int(code)}")
 
 
 def device_of(name: str) -> Device:

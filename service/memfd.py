@@ -7,11 +7,17 @@ offset or name lies where the other process could change it after it was checked
 All pages are allocated before the seals are set, so that memory that is not there is an error here
 and not a SIGBUS at the first touch; and a sealed file cannot be cut off under whoever maps it
 (https://man7.org/linux/man-pages/man2/memfd_create.2.html). Linux only.
+
+Whether the other process has let go of it, the kernel knows: a write lease (F_SETLEASE) on a file
+is granted only while nobody else has the file open, and a mapping keeps it open.
 """
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,6 +25,11 @@ import torch
 from mappers.errors import KVTranslatorError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+DESCRIPTORS = 2
+"""Of a mapping: its own, and the one that Python's mmap keeps."""
+
+# linux/falloc.h; the second must come with the first.
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
 class BadMemory(KVTranslatorError):
@@ -40,6 +51,7 @@ class SharedMemory:
         whole = np.frombuffer(mapping, np.uint8)
         self.data = torch.from_numpy(whole[:nbytes])
         self._progress = whole[-mmap.PAGESIZE :].view(np.uint64)
+        self._address = whole.ctypes.data
 
     @property
     def nbytes(self) -> int:
@@ -55,9 +67,41 @@ class SharedMemory:
     def ready_layers(self, count: int) -> None:
         self._progress[0] = count
 
+    def handle(self) -> int:
+        """A new descriptor of it, for another process; the caller closes it."""
+        return _reopened(self.descriptor)
+
+    def where(self) -> bytes:
+        """The descriptor is all that another process needs."""
+        return b""
+
+    @property
+    def held_elsewhere(self) -> bool:
+        """Whether a ``handle`` of it is open, under way or mapped. False where nobody can know it,
+        because the kernel gives no leases (fs.leases-enable = 0)."""
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+        fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
+
+    def free(self) -> None:
+        """Give the pages back to the kernel: what views of it are left read zeros.
+
+        Takes a second for ten GiB, while other threads run, which Python's unmapping would not let
+        them; that is quick afterwards. Where the kernel refuses, the pages go with the last view.
+        """
+        size = file_bytes(self.nbytes)
+        _libc().madvise(self._address, size, mmap.MADV_DONTNEED)
+        _libc().fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, size)
+        self.close()
+
     def close(self) -> None:
-        """Give the descriptor up; views stay what they are."""
-        os.close(self.descriptor)
+        """Give the descriptor up, if that was not done yet; views stay what they are."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def progress_offset(nbytes: int) -> int:
@@ -72,14 +116,15 @@ def file_bytes(nbytes: int) -> int:
 
 def allocate(nbytes: int) -> SharedMemory:
     """New memory, all zeros, sealed. Raises OSError when there is none."""
-    descriptor = os.memfd_create("kvt-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    made = os.memfd_create("kvt-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(descriptor, 0, file_bytes(nbytes))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        return SharedMemory(descriptor, nbytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        os.posix_fallocate(made, 0, file_bytes(nbytes))
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, SEALS)
+        # The kernel counts who has opened a file, not who has made it.
+        descriptor = _reopened(made)
+    finally:
+        os.close(made)
+    return _mapped(descriptor, nbytes)
 
 
 def attach(descriptor: int, nbytes: int) -> SharedMemory:
@@ -90,10 +135,31 @@ def attach(descriptor: int, nbytes: int) -> SharedMemory:
             raise BadMemory(f"a lease of {nbytes} bytes has {file_bytes(nbytes)}, this file not")
         if _seals(descriptor) & SEALS != SEALS:
             raise BadMemory("the memory of a lease is sealed, this is not")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return _mapped(descriptor, nbytes)
+
+
+def _mapped(descriptor: int, nbytes: int) -> SharedMemory:
+    try:
         return SharedMemory(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _reopened(descriptor: int) -> int:
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library; its functions run without Python's lock."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return libc
 
 
 def _seals(descriptor: int) -> int:

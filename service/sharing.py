@@ -5,8 +5,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from service.allocators import HostAllocator
 from service.buffer_socket import BufferSocket
 from service.buffers import Buffers
+from service.device import device_of
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -16,7 +18,8 @@ class Sharing:
 
     def __init__(self, path: Path, settings: Settings, metrics: Metrics) -> None:
         self.path = path
-        self.buffers = Buffers(settings, metrics)
+        host = HostAllocator(settings.buffer_bytes, device_of(settings.device))
+        self.buffers = Buffers(settings, metrics, {"host": host})
         self._socket = BufferSocket(path, self.buffers, settings.buffer_uids)
 
     @contextlib.asynccontextmanager

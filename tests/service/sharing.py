@@ -2,17 +2,31 @@
 
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 
+from service.allocators import HostAllocator
+from service.buffers import Buffers
+from service.device import Cpu, Device
 from service.memfd import SharedMemory, attach
+from service.metrics import Metrics
+from service.settings import Settings
 from tests.service.pair import Request
 
 ROOM_BYTES = 1 << 20
+
+
+def books(
+    settings: Settings, clock: Callable[[], float] = time.monotonic, device: Device | None = None
+) -> Buffers:
+    """The leases of a service of its own, of host memory."""
+    host = HostAllocator(settings.buffer_bytes, device or Cpu())
+    return Buffers(settings, Metrics(version="test"), {"host": host}, clock)
 
 
 class Leased(NamedTuple):

@@ -7,7 +7,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,12 +15,11 @@ import pytest
 
 from service import buffer_socket
 from service.buffer_socket import BufferSocket, NotHandedOver, SocketError, fetch
-from service.buffers import Buffers, Lease
+from service.lease import Lease
 from service.memfd import BadMemory, SharedMemory, allocate
-from service.metrics import Metrics
 from service.settings import Settings
 from tests.service.live import wait_until
-from tests.service.sharing import exchange
+from tests.service.sharing import books, exchange
 
 NBYTES = 5_000
 CLIENT = "a"
@@ -29,10 +28,16 @@ CLIENT = "a"
 class Running:
     """A socket and its books in an event loop of their own thread."""
 
-    def __init__(self, path: Path, peer_uid: int | None = None, uids: tuple[int, ...] = ()) -> None:
-        self.buffers = Buffers(Settings(buffers=path), Metrics(version="test"))
+    def __init__(
+        self,
+        path: Path,
+        peer_uid: int | Callable[[socket.socket], int] | None = None,
+        uids: tuple[int, ...] = (),
+    ) -> None:
+        self.buffers = books(Settings(buffers=path))
         self.path = str(path)
-        told = buffer_socket.peer_uid if peer_uid is None else lambda _: peer_uid
+        told = peer_uid if callable(peer_uid) else lambda _: peer_uid
+        told = buffer_socket.peer_uid if peer_uid is None else told
         self._socket = BufferSocket(path, self.buffers, uids, told)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._socket.serve())
@@ -47,7 +52,7 @@ class Running:
 
     def lease(self, nbytes: int = NBYTES) -> Lease:
         async def opened() -> Lease:
-            return self.buffers.open(CLIENT, nbytes)
+            return await self.buffers.open(CLIENT, nbytes)
 
         return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
 
@@ -96,6 +101,20 @@ def costing_nothing(running: Running) -> Iterator[None]:
     fetch(running.path, running.lease().id, NBYTES).close()
 
 
+def connected(path: str) -> socket.socket:
+    """A connection that says nothing."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(20)
+    connection.connect(path)
+    return connection
+
+
+def test_a_program_that_the_client_starts_does_not_inherit_it(running: Running) -> None:
+    memory = fetch(running.path, running.lease().id, NBYTES)
+    assert not os.get_inheritable(memory.descriptor)
+    memory.close()
+
+
 def test_the_memory_is_the_services(running: Running) -> None:
     lease = running.lease()
     memory = fetch(running.path, lease.id, NBYTES)
@@ -132,6 +151,24 @@ class TestWho:
             with pytest.raises(NotHandedOver, match="wrong_user"):
                 fetch(running.path, lease.id, NBYTES)
             assert lease.memory is None
+
+    def test_strangers_keep_nobody_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(buffer_socket, "MESSAGE_SECONDS", 60)
+        stranger, user, asking = os.geteuid() + 1, os.geteuid() + 2, [0]
+        most = buffer_socket.CONNECTIONS_A_USER
+        with serving(tmp_path / "s", peer_uid=lambda _: asking[0], uids=(user,)) as running:
+            silent = []
+            for uid in (stranger, user):
+                asking[0] = uid
+                silent += [connected(running.path) for _ in range(most)]
+                with connected(running.path) as one_more:
+                    assert one_more.recv(64) == b""
+            asking[0] = os.geteuid()
+            fetch(running.path, running.lease().id, NBYTES)
+            for connection in silent:
+                connection.close()
 
     def test_a_user_who_is_named_may_ask(self, tmp_path: Path) -> None:
         other = os.geteuid() + 1
@@ -231,11 +268,8 @@ class TestMessages:
         monkeypatch.setattr(buffer_socket, "MESSAGE_SECONDS", 0.3)
         silent = []
         with costing_nothing(running):
-            for _ in range(buffer_socket.MAX_CONNECTIONS):
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                connection.settimeout(20)
-                connection.connect(running.path)
-                silent.append(connection)
+            for _ in range(buffer_socket.CONNECTIONS_A_USER):
+                silent.append(connected(running.path))
             started = time.monotonic()
             assert [connection.recv(64) for connection in silent] == [b""] * len(silent)
             assert time.monotonic() - started < 10
@@ -317,18 +351,18 @@ class TestTheFile:
         path = tmp_path / "s"
         path.write_text("mine")
         with pytest.raises(SocketError):
-            BufferSocket(path, Buffers(Settings(buffers=path), Metrics(version="test")))
+            BufferSocket(path, books(Settings(buffers=path)))
         assert path.read_text() == "mine"
 
     def test_a_place_that_is_not_there(self, tmp_path: Path) -> None:
         for path in (tmp_path / "no" / "s", tmp_path / ("s" * 200)):
             with pytest.raises(SocketError) as caught:
-                BufferSocket(path, Buffers(Settings(buffers=path), Metrics(version="test")))
+                BufferSocket(path, books(Settings(buffers=path)))
             assert str(tmp_path) not in str(caught.value)
 
     def test_a_path_that_no_socket_can_have(self, tmp_path: Path) -> None:
         path = tmp_path / ("s" * 200)
         with pytest.raises(SocketError, match="longer than 107 bytes"):
-            BufferSocket(path, Buffers(Settings(buffers=path), Metrics(version="test")))
+            BufferSocket(path, books(Settings(buffers=path)))
         with pytest.raises(NotHandedOver, match="longer than 107 bytes"):
             fetch(str(path), "0" * 32, NBYTES)

@@ -1,8 +1,10 @@
 """Sealed memory: nobody can pull it away, and what is not sealed is not taken."""
 
+import errno
 import fcntl
 import mmap
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,15 +63,95 @@ def test_without_the_seal_the_same_cut_kills_the_process() -> None:
 
 def test_holes_are_zeros_and_no_fault() -> None:
     """Whoever maps it may drop its pages; they come back as zeros."""
-    libc_punch_hole, keep_size = 2, 1
-    import ctypes
-
     ours = allocate(ROOM)
-    ours.data.fill_(1)
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    length = ctypes.c_long(file_bytes(ROOM))
-    assert fallocate(ours.descriptor, libc_punch_hole | keep_size, ctypes.c_long(0), length) == 0
-    assert not ours.data.any()
+    theirs = attach(ours.handle(), ROOM)
+    theirs.data.fill_(1)
+    ours.free()
+    assert not theirs.data.any()
+    theirs.data.fill_(2)
+    assert os.fstat(theirs.descriptor).st_size == file_bytes(ROOM)
+    theirs.close()
+
+
+def test_freed_pages_are_the_kernels_again() -> None:
+    ours = allocate(ROOM)
+    theirs = ours.handle()
+    assert os.fstat(theirs).st_blocks * 512 == file_bytes(ROOM)
+    ours.free()
+    assert os.fstat(theirs).st_blocks == 0
+    os.close(theirs)
+
+
+class TestHeldElsewhere:
+    def test_by_a_descriptor_and_by_a_mapping_alone(self) -> None:
+        ours = allocate(ROOM)
+        assert not ours.held_elsewhere
+        theirs = attach(ours.handle(), ROOM)
+        assert ours.held_elsewhere
+        theirs.close()
+        assert ours.held_elsewhere
+        view = theirs.data[3:7]
+        del theirs
+        assert ours.held_elsewhere
+        del view
+        assert not ours.held_elsewhere
+        ours.close()
+
+    def test_by_whoever_may_only_read(self) -> None:
+        ours = allocate(ROOM)
+        handle = ours.handle()
+        reading = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY)
+        os.close(handle)
+        mapping = mmap.mmap(reading, ROOM, prot=mmap.PROT_READ)
+        os.close(reading)
+        assert ours.held_elsewhere
+        mapping.close()
+        assert not ours.held_elsewhere
+        ours.close()
+
+    def test_by_a_message_that_nobody_has_read(self) -> None:
+        ours, (one, other) = allocate(ROOM), socket.socketpair()
+        with one, other:
+            handle = ours.handle()
+            socket.send_fds(one, [b"x"], [handle])
+            os.close(handle)
+            assert ours.held_elsewhere
+        assert not ours.held_elsewhere
+        ours.close()
+
+    def test_by_a_process_until_it_dies(self) -> None:
+        ours = allocate(ROOM)
+        handle = ours.handle()
+        program = (
+            "import mmap, os, sys; fd = int(sys.argv[1]); view = mmap.mmap(fd, 4096);"
+            "os.close(fd); print('mapped', flush=True); sys.stdin.read()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(handle)],
+            pass_fds=[handle],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as process:
+            os.close(handle)
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"mapped\n"
+            assert ours.held_elsewhere
+            process.kill()
+        assert not ours.held_elsewhere
+        ours.close()
+
+    def test_nobody_where_the_kernel_does_not_say(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none_given(*_: object) -> int:
+            raise OSError(errno.EINVAL, "leases are switched off")
+
+        ours = allocate(ROOM)
+        handle = ours.handle()
+        with monkeypatch.context() as patch:
+            patch.setattr("fcntl.fcntl", none_given)
+            assert not ours.held_elsewhere
+        assert ours.held_elsewhere
+        os.close(handle)
+        ours.close()
 
 
 @pytest.mark.parametrize(
