@@ -164,6 +164,13 @@ def load_manifest(path: Path) -> Manifest:
         return _read_manifest(folder, path)
 
 
+def matrix_elements(manifest: Manifest) -> int:
+    """Numbers in all ``W`` of this manifest's mapper. Raises ``ArtifactError`` for a recipe that
+    there is not."""
+    shapes = _shapes(manifest).items()
+    return sum(torch.Size(shape).numel() for name, shape in shapes if name.endswith(".W"))
+
+
 def _manifest(
     mapper: Mapper,
     facts: ManifestFacts,

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mappers.artifact import matrix_elements
+from mappers.manifest import Manifest
 from mappers.mapper import Mapper
 from mappers.translate import Translator
 
@@ -105,6 +107,12 @@ def _check(code: Any) -> None:
 def device_of(name: str) -> Device:
     """The device that the settings name."""
     return Cpu() if name == "cpu" else Cuda(name)
+
+
+def declared_bytes(manifest: Manifest, device: Device) -> int:
+    """At most what a translator of the manifest's mapper will occupy."""
+    stored = {"float32": 4, "bfloat16": 2}[manifest.weights_dtype]
+    return manifest.weight_bytes + matrix_elements(manifest) * (device.weight_bytes - stored)
 
 
 def bytes_there(mapper: Mapper, device: Device) -> int:

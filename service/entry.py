@@ -25,7 +25,8 @@ class Entry:
     """One configured artifact. Other threads than the one that serves load it and make it leave, so
     a request takes a ``snapshot`` and keeps it: evidence, digest and weights are of one artifact.
 
-    ``wanted`` is False for what an operator has unloaded: a request does not bring it back.
+    ``wanted`` is False for what an operator has unloaded: only an operator brings it back.
+    ``behind``: there is a newer version on disk that could not be loaded yet, but may be later.
     ``fetching``: a request has asked a loader to bring it to the device.
     """
 
@@ -41,6 +42,7 @@ class Entry:
     rows_an_input: float = math.inf
     why_not_servable: str | None = None
     wanted: bool = True
+    behind: bool = False
     fetching: bool = False
     load_seconds: float | None = None
     timing: RunningFit = field(default_factory=RunningFit)
@@ -83,15 +85,18 @@ class Entry:
     def put(
         self, artifact: Artifact, prepared: Prepared, loaded: Loaded, resident: Resident
     ) -> Resident | None:
-        """Start serving this artifact; what held the one before."""
+        """Start serving this artifact; what held the one before. Raises Problem 503 when it was
+        unloaded while it was loaded."""
         mapper = artifact.mapper
         with self._swapping:
+            if not self.wanted:
+                raise Problem("mapper_not_ready", "the mapper was unloaded meanwhile")
             self.id, self.digest = artifact.manifest.mapper_id, artifact.digest
             self.recipe, self.evidence = mapper.recipe, artifact.evidence
             self.source, self.target = mapper.source, mapper.target
             self.rows_an_input = artifact.rows_an_input
             self.prepared, self._loaded = prepared, loaded
-            self.state, self.error, self.wanted = "ready", None, True
+            self.state, self.error, self.behind = "ready", None, False
             before, self.resident = self.resident, resident
             return before
 
@@ -109,6 +114,7 @@ class Entry:
             self._loaded, self.state = None, "unloaded"
             if tier == "host":
                 self.prepared = self.resident = None
+                self.behind = False  # the next load reads what is there then
 
     def info(self) -> MapperInfo:
         """What ``/mappers`` says of it."""

@@ -19,12 +19,16 @@ Tier = Literal["host", "device"]
 
 
 class NoRoom(Problem):
-    """A tier's budget does not hold it, whatever may leave."""
+    """A tier does not hold it now, whatever may leave."""
 
     def __init__(self, tier: Tier, nbytes: int, why: str) -> None:
         super().__init__(
             "out_of_memory", f"the mapper needs {nbytes} bytes of {tier} memory: {why}"
         )
+
+
+class NeverFits(NoRoom):
+    """It is larger than the whole budget of a tier."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,11 +77,13 @@ class Residency:
         """What residents hold there, and what they were promised."""
         return sum(resident.nbytes.get(tier, 0) for resident in list(self._residents))
 
-    def check(self, tier: Tier, nbytes: int) -> None:
-        """Raise NoRoom for what would not fit if it were alone."""
-        limit = self.limits[tier]
-        if limit is not None and nbytes > limit:
-            raise NoRoom(tier, nbytes, f"the budget is {limit}")
+    def check(self, tier: Tier, nbytes: int, *, evict: bool = True) -> None:
+        """Raise NoRoom for what would not fit if all had left that may; nothing leaves yet."""
+        with self._lock:
+            may_leave = [r.nbytes.get(tier, 0) for r in self._residents if r.idle] if evict else []
+            why = self._lacks(tier, nbytes, leaving=sum(may_leave))
+        if why is not None:
+            raise NoRoom(tier, nbytes, why)
 
     @contextlib.contextmanager
     def room(
@@ -88,15 +94,8 @@ class Residency:
         Others leave for it, unless ``evict`` is False. Raises NoRoom, and Problem 503 when there is
         nothing in host memory that could go to the device.
         """
-        with self._lock:
-            if tier == "device" and "host" not in resident.nbytes:
-                raise Problem("mapper_not_ready", "the mapper has just left host memory")
-            self._make_room(tier, nbytes, evict)
-            resident.nbytes[tier] = nbytes
-            self._residents[resident] = None
-            self._residents.move_to_end(resident)  # whoever asked for it has yet to use it
-            self._promised[tier] += nbytes
-            resident.leases += 1
+        while not self._take(resident, tier, nbytes, evict):
+            self._reclaim()  # may wait for the device, so nobody waits for us meanwhile
         try:
             yield
         except BaseException:
@@ -134,21 +133,39 @@ class Residency:
             if not resident.leases:
                 self._leave(resident)
 
-    def _make_room(self, tier: Tier, nbytes: int, evict: bool) -> None:
-        self.check(tier, nbytes)
-        while (why := self._lacks(tier, nbytes)) is not None:
-            victims = (r for r in self._residents if r.idle and r.nbytes.get(tier)) if evict else ()
-            victim = next(iter(victims), None)
-            if victim is None:
-                raise NoRoom(tier, nbytes, why)
-            self._evict(victim, tier)
+    def _take(self, resident: Resident, tier: Tier, nbytes: int, evict: bool) -> bool:
+        """Promise it the room; or have one other leave, and say False."""
+        with self._lock:
+            if tier == "device" and "host" not in resident.nbytes:
+                raise Problem("mapper_not_ready", "the mapper has just left host memory")
+            why = self._lacks(tier, nbytes)
+            if why is not None:
+                self._evict(self._victim(tier, nbytes, why, evict), tier)
+                return False
+            resident.nbytes[tier] = nbytes
+            self._residents[resident] = None
+            self._residents.move_to_end(resident)  # whoever asked for it has yet to use it
+            self._promised[tier] += nbytes
+            resident.leases += 1
+            return True
 
-    def _lacks(self, tier: Tier, nbytes: int) -> str | None:
-        limit, used = self.limits[tier], self.used_bytes(tier)
+    def _victim(self, tier: Tier, nbytes: int, why: str, evict: bool) -> Resident:
+        for resident in self._residents:
+            if evict and resident.idle and resident.nbytes.get(tier):
+                return resident
+        raise NoRoom(tier, nbytes, why)
+
+    def _lacks(self, tier: Tier, nbytes: int, leaving: int = 0) -> str | None:
+        """Why there is no room, if ``leaving`` bytes were free; raises NeverFits."""
+        limit, used = self.limits[tier], self.used_bytes(tier) - leaving
+        if limit is not None and nbytes > limit:
+            raise NeverFits(tier, nbytes, f"the budget is {limit}")
         if limit is not None and used + nbytes > limit:
             return f"{used} of {limit} are in use"
         free = self._free_bytes() if tier == "device" else None
-        if free is not None and free - self._promised[tier] - nbytes < self._min_free_bytes:
+        if free is None:
+            return None
+        if free + leaving - self._promised[tier] - nbytes < self._min_free_bytes:
             return f"the device has {free} left, of which {self._min_free_bytes} are to stay free"
         return None
 
@@ -158,7 +175,6 @@ class Residency:
             if resident.nbytes.pop(leaving, None) is not None:
                 self.evictions[resident.name, leaving] += 1
                 resident.left(resident, leaving)
-        self._reclaim()
         self._forget_empty(resident)
 
     def _end_lease(self, resident: Resident) -> None:

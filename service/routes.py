@@ -144,7 +144,7 @@ async def load_mapper(mapper_id: str, service: TheService) -> MapperInfo:
 async def unload_mapper(mapper_id: str, service: TheService) -> MapperInfo:
     """Free a mapper's memory; requests that use it finish first."""
     entry = service.store.by_id(mapper_id)
-    service.store.unload(entry)
+    await asyncio.to_thread(service.store.unload, entry)
     return _info(service, entry)
 
 

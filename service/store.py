@@ -18,13 +18,13 @@ from mappers.errors import ArtifactError, IdentityMismatch, KVTranslatorError
 from mappers.identity import IdentityClaim, check
 from mappers.manifest import Manifest
 from mappers.servable import why_not_servable
-from service.device import Device, bytes_beside, bytes_there, device_of
+from service.device import Device, bytes_beside, bytes_there, declared_bytes, device_of
 from service.entry import Entry
 from service.errors import Problem
 from service.loaded import Loaded, Prepared, host_bytes, prepare, try_out, with_translator
 from service.logs import described
 from service.policy import Policies
-from service.residency import NoRoom, Residency, Resident
+from service.residency import NeverFits, NoRoom, Residency, Resident
 from service.self_test import self_test
 from service.settings import Settings
 
@@ -71,11 +71,15 @@ class Store:
         for entry, first in firsts:
             self._note(entry, first)
 
-    def load(self, entry: Entry, *, evict: bool = True) -> None:
-        """Load or reload one; on failure what was loaded before keeps serving.
+    def load(self, entry: Entry) -> None:
+        """Load or reload one, as an operator asks; on failure what was there keeps serving.
 
         Raises Problem (busy, or no room), ArtifactError, or another error of the library.
         """
+        entry.wanted = True
+        self._change(entry)
+
+    def _change(self, entry: Entry, *, evict: bool = True) -> None:
         if not entry.changing.acquire(blocking=False):
             raise Problem("busy", "this mapper is being loaded; try again")
         started = time.perf_counter()
@@ -84,7 +88,8 @@ class Store:
             entry.load_seconds = time.perf_counter() - started
         except (KVTranslatorError, NoRoom) as error:
             entry.error = str(error)
-            if entry.prepared is None and not isinstance(error, NoRoom):
+            may_fit_later = isinstance(error, NoRoom) and not isinstance(error, NeverFits)
+            if entry.prepared is None and not may_fit_later:
                 entry.state = "failed"
             raise
         finally:
@@ -105,8 +110,9 @@ class Store:
 
     def take_up(self, path: Path) -> bool:
         """An artifact is new or has changed: a loaded one is swapped, one that was not loaded is
-        taken as at the start, on a loader's thread. False: it is being loaded; ask again."""
-        found = next((entry for entry in self.entries if entry.path == path), None)
+        taken as at the start, one that an operator has unloaded stays so; on a loader's thread.
+        False: it is being loaded; ask again."""
+        found = self._at(path)
         entry = found or Entry(path, path.name)
         if entry.changing.locked():
             return False
@@ -114,8 +120,17 @@ class Store:
             self.entries.append(entry)
         if entry.state == "failed":
             entry.state, entry.error = "unloaded", None
+        entry.behind = False
         self._submit(self._first_load if entry.prepared is None else self._swap, entry)
         return True
+
+    def behind(self, path: Path) -> bool:
+        """Whether what was taken up could not be loaded for now."""
+        entry = self._at(path)
+        return entry is not None and entry.behind
+
+    def _at(self, path: Path) -> Entry | None:
+        return next((entry for entry in self.entries if entry.path == path), None)
 
     def close(self) -> None:
         """Wait for loads that have begun."""
@@ -139,21 +154,23 @@ class Store:
     def _first_load(self, entry: Entry) -> None:
         preload = self._settings.preload
         try:
-            if not preload or entry.id in preload:
-                self.load(entry, evict=False)
+            if entry.wanted and (not preload or entry.id in preload):
+                self._change(entry, evict=False)
             else:
                 entry.describe(artifacts.load_manifest(entry.path))
         except NoRoom:
             self._describe(entry)
-        except Problem as error:  # an operator is loading it
+        except Problem as error:  # an operator is loading it, perhaps as it was before
+            entry.behind = True
             log.warning("mapper not loaded", id=entry.id, why=str(error))
         except KVTranslatorError as error:
             entry.state, entry.error = "failed", str(error)
 
     def _swap(self, entry: Entry) -> None:
         try:
-            self.load(entry)
+            self._change(entry)
         except (KVTranslatorError, Problem) as error:
+            entry.behind = isinstance(error, Problem) and not isinstance(error, NeverFits)
             log.warning("mapper not swapped", id=entry.id, why=str(error))
 
     def _describe(self, entry: Entry) -> None:
@@ -168,6 +185,8 @@ class Store:
                 held.enter_context(self.using(entry))
 
             def admit(manifest: Manifest, nbytes: int) -> None:
+                most = declared_bytes(manifest, self._device)
+                self.residency.check("device", most, evict=evict)
                 room = self.residency.room(resident, "host", nbytes, evict=evict)
                 held.enter_context(room)
 
@@ -219,7 +238,7 @@ class Store:
             if entry.prepared is not None:
                 self._raise(entry)
             elif entry.state == "unloaded":
-                self.load(entry)
+                self._change(entry)
         except (KVTranslatorError, Problem) as error:
             log.warning("mapper not loaded", id=entry.id, why=str(error))
         finally:

@@ -31,7 +31,8 @@ class Watch:
         now = {path: _stamp(path) for path in self._store.folders()}
         for path, stamp in now.items():
             settled = stamp and stamp == self._seen.get(path)
-            if settled and stamp != self._told.get(path) and self._store.take_up(path):
+            news = stamp != self._told.get(path) or self._store.behind(path)
+            if settled and news and self._store.take_up(path):
                 self._told[path] = stamp
         self._seen = now
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from service.errors import Problem
-from service.residency import NoRoom, Residency, Resident, Tier
+from service.residency import NeverFits, NoRoom, Residency, Resident, Tier
 
 Left = list[tuple[str, Tier]]
 
@@ -157,6 +157,42 @@ def test_other_processes_memory_is_left_alone() -> None:
     others[0] = 800
     with pytest.raises(NoRoom, match="of which 300 are to stay free"):
         shelf.put("d", 10)
+
+
+def test_nobody_waits_while_the_device_takes_memory_back() -> None:
+    """Emptying torch's cache waits for the device; a request that takes its lease must not."""
+    leased: list[str] = []
+
+    def reclaim() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(lease).result(60)
+
+    def lease() -> None:
+        with shelf.residency.lease(kept):
+            leased.append(kept.name)
+
+    shelf = Shelf(reclaim=reclaim)
+    shelf.put("a", 40)
+    kept = shelf.put("kept", 40)
+    shelf.put("b", 40)
+    assert set(leased) == {"kept"}
+    assert shelf.left == [("a", "device"), ("a", "host")]
+
+
+def test_what_would_fit_is_known_before_anyone_leaves() -> None:
+    shelf = Shelf(host=1000)
+    a, _ = shelf.put("a", 40), shelf.put("b", 40)
+    shelf.residency.check("device", 100)
+    with pytest.raises(NoRoom, match="80 of 100 are in use"):
+        shelf.residency.check("device", 40, evict=False)
+    with shelf.residency.lease(a):
+        shelf.residency.check("device", 60)
+        with pytest.raises(NoRoom, match="40 of 100 are in use") as caught:
+            shelf.residency.check("device", 61)
+        assert not isinstance(caught.value, NeverFits)
+    with pytest.raises(NeverFits, match="the budget is 100"):
+        shelf.residency.check("device", 101)
+    assert shelf.left == []
 
 
 def test_loads_side_by_side_cannot_overrun_a_budget_together() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mappers.artifact import OpenFolder
+from mappers.artifact import OpenFolder, load_manifest
 from mappers.identity import IdentityClaim, ModelIdentity
 from mappers.mapper import AffineMap, Mapper
 from mappers.translate import Translator
+from service.device import bytes_there, declared_bytes
 from service.entry import Entry
 from service.errors import Problem
 from service.residency import NoRoom
@@ -339,6 +340,75 @@ class TestWatch:
             until(lambda: states() == ["ready"] * 4)
 
 
+class TestWatchAndOperators:
+    def changed(self, watch: Watch, root: Path, scale: float) -> None:
+        publish(root, of("a", scale=scale))
+        for _ in range(2):
+            watch.look()
+
+    def test_a_swap_without_room_is_tried_again(self, root: Path) -> None:
+        store = store_of(root, device_memory=one_mapper(), preload=("none-of-them",))
+        store.load_all()
+        store.load(entry_of(store, "a"))
+        watch, old = Watch(store), ask(store, "a").digest
+        self.changed(watch, root, 2.0)
+        until(lambda: entry_of(store, "a").behind)
+        assert ask(store, "a").digest == old
+        store.residency.limits = {"host": None, "device": 2 * one_mapper()}
+        watch.look()
+        until(lambda: ask(store, "a").digest != old)
+        assert not entry_of(store, "a").behind
+        store.close()
+
+    def test_a_swap_that_an_operators_load_was_in_the_way_of_is_tried_again(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = store_of(root)
+        store.load_all()
+        watch, old, original = Watch(store), ask(store, "a").digest, Store._swap
+        operator = threading.Event()
+
+        def late(self: Store, entry: Entry) -> None:
+            with entry.changing:  # between the look and the loader's turn
+                original(self, entry)
+            operator.set()
+
+        monkeypatch.setattr(Store, "_swap", late)
+        self.changed(watch, root, 2.0)
+        assert operator.wait(60)
+        assert entry_of(store, "a").behind
+        monkeypatch.setattr(Store, "_swap", original)
+        watch.look()
+        until(lambda: ask(store, "a").digest != old)
+        store.close()
+
+    def test_what_an_operator_unloaded_stays_so_when_it_changes(self, root: Path) -> None:
+        device = Counting()
+        store = store_of(root, device)
+        store.load_all()
+        watch, old = Watch(store), ask(store, "a").digest
+        store.unload(entry_of(store, "a"))
+        self.changed(watch, root, 2.0)
+        store.close()
+        assert device.placed.count("a") == 1
+        assert where(store) == "disk device device"
+        store.load(entry_of(store, "a"))
+        assert ask(store, "a").digest != old
+
+    def test_what_is_unloaded_while_it_is_loaded_does_not_come(self, root: Path) -> None:
+        device = Counting()
+        device.held_up["a"] = threading.Event()
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        ask(store, "a")
+        until(lambda: "a" in device.placed)
+        store.unload(entry_of(store, "a"))
+        device.held_up["a"].set()
+        store.close()
+        assert where(store) == "disk disk disk"
+        assert store.residency.used_bytes("host") == store.residency.used_bytes("device") == 0
+
+
 class Wrong(Counting):
     """A device whose keys come out slightly too large."""
 
@@ -395,9 +465,9 @@ def test_the_golden_answer_is_asked_for_once(root: Path) -> None:
 
 
 class TestDeclaredSizes:
-    def test_more_than_the_budget_is_refused_before_any_tensor_is_read(
-        self, root: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.fixture
+    def read(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The files of artifacts that were read."""
         read: list[str] = []
         original = OpenFolder.read
 
@@ -406,6 +476,61 @@ class TestDeclaredSizes:
             return original(self, name, at_most=at_most)
 
         monkeypatch.setattr(OpenFolder, "read", watched)
+        return read
+
+    def test_what_a_device_never_holds_is_not_read_nor_asked_for_again(
+        self, root: Path, read: list[str]
+    ) -> None:
+        store = store_of(root, device_memory=one_mapper() - 1)
+        store.load_all()
+        assert set(read) == {"manifest.json"}
+        assert [entry.state for entry in store.entries] == ["failed"] * 3
+        assert "device memory: the budget is" in str(store.entries[0].error)
+        read.clear()
+        with pytest.raises(Problem) as caught:
+            _ = ask(store, "a").loaded
+        assert caught.value.code == "mapper_not_ready"
+        store.close()
+        assert read == []
+
+    def test_what_a_device_does_not_hold_now_is_not_read_now(
+        self, root: Path, read: list[str]
+    ) -> None:
+        store = store_of(root, device_memory=one_mapper(), preload=("none-of-them",))
+        store.load_all()
+        store.load(entry_of(store, "a"))
+        read.clear()
+        with store.using(ask(store, "a")):
+            ask(store, "b")
+            until(lambda: entry_of(store, "b").error is not None)
+            assert set(read) == {"manifest.json"}
+            assert entry_of(store, "b").state == "unloaded"
+        assert where(store) == "device disk disk"
+        ask(store, "b")
+        until(lambda: entry_of(store, "b").state == "ready")
+        assert where(store) == "host device disk"
+        store.close()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_the_manifest_says_what_the_device_will_need(
+        self, tmp_path: Path, dtype: torch.dtype
+    ) -> None:
+        made = of("a")
+        layers = [
+            replace(
+                layer,
+                keys=replace(layer.keys, weight=layer.keys.weight.to(dtype)),
+                values=replace(layer.values, weight=layer.values.weight.to(dtype)),
+            )
+            for layer in made.layers
+        ]
+        made = replace(made, layers=tuple(layers))
+        manifest = load_manifest(publish(tmp_path, made))
+        assert declared_bytes(manifest, Counting()) == bytes_there(made, Counting()) == one_mapper()
+
+    def test_more_than_the_budget_is_refused_before_any_tensor_is_read(
+        self, root: Path, read: list[str]
+    ) -> None:
         store = store_of(root, host_memory=one_mapper() // 2)
         store.load_all()
         assert where(store) == "disk disk disk"
