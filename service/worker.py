@@ -1,8 +1,8 @@
 """The one thread that owns the device, and the limits on what may wait for it.
 
-Places, memory and a turn on the device are reserved before anything is allocated. A translation
-writes into the one buffer that its answer is sent from, so a client that reads slowly holds memory,
-never the device.
+Places, memory and a turn on the device are reserved before a cache is read. A translation writes
+into the one buffer that its answer is sent from, so a client that reads slowly holds memory, never
+the device.
 """
 
 import asyncio

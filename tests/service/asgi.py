@@ -1,7 +1,7 @@
 """One request driven through the application by hand: to see an answer that is never finished."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ class Answer:
     body: bytes = b""
     finished: bool = False
     aborted: bool = False
+    parts_read: int = 0
 
     def take(self, message: Message) -> None:
         """Add one ASGI message."""
@@ -43,15 +44,21 @@ async def post(
     *,
     on_send: Callable[[Message], Awaitable[None]] | None = None,
     leave: asyncio.Event | None = None,
+    parts: Sequence[bytes] = (),
+    **headers: str,
 ) -> Answer:
-    """POST to /translate; ``leave`` disconnects when it is set, ``on_send`` may stall."""
+    """POST to /translate; ``leave`` disconnects when it is set, ``on_send`` may stall.
+
+    The body is that of ``request``, or ``parts``, of which the answer counts those that were asked
+    for.
+    """
     answer = Answer()
-    parts: Iterator[bytes] = iter([request.body])
+    left = list(parts or [request.body])
 
     async def receive() -> Message:
-        part = next(parts, None)
-        if part is not None:
-            return {"type": "http.request", "body": part, "more_body": False}
+        if left:
+            answer.parts_read += 1
+            return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
         await (leave or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
@@ -63,6 +70,7 @@ async def post(
     def abort() -> None:
         answer.aborted = True
 
+    sent = {"content-type": "application/vnd.safetensors", **headers}
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -73,7 +81,7 @@ async def post(
         "raw_path": b"/translate",
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/vnd.safetensors")],
+        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
         "state": {"kvt.abort": abort},
     }
     await app(scope, receive, send)
