@@ -1,1 +1,1 @@
-"""What the vLLM connector is made of; only ``service/vllm_connector.py`` imports vLLM itself."""
+"""What the vLLM connector is made of; all but ``stats.py`` works without vLLM."""

@@ -41,17 +41,17 @@ class BlockLayout:
     def read(self, cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[len(blocks) * N, H, D]``, copied out of an engine's cache tensor."""
         raw = cache.index_select(self.block_dim, blocks).movedim(self.block_dim, 0).flatten(1)
-        found = raw[:, self.places.flatten()].unflatten(1, self.places.shape)
+        found = raw[:, self.places.flatten()].view(-1, *self.places.shape)
         keys, values = found.transpose(0, 1).flatten(1, 2)
         return keys, values
 
     def write(self, cache: Tensor, blocks: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values ``[len(blocks) * N, H, D]`` into those blocks, all of each."""
-        states = torch.stack((keys, values)).unflatten(1, (len(blocks), self.block_tokens))
+        states = torch.stack((keys, values)).view(2, len(blocks), *self.places.shape[1:])
         raw = torch.empty((len(blocks), self.places.numel()), dtype=cache.dtype)
         raw[:, self.places.flatten()] = states.transpose(0, 1).flatten(1).to(raw)
         shape = cache.select(self.block_dim, 0).shape
-        shaped = raw.to(cache.device).unflatten(1, shape).movedim(0, self.block_dim)
+        shaped = raw.to(cache.device).view(-1, *shape).movedim(0, self.block_dim)
         cache.index_copy_(self.block_dim, blocks, shaped)
 
 

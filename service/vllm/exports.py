@@ -1,0 +1,116 @@
+"""The source's side: a finished request's KV goes into a lease, and its answer says into which.
+
+The answer leaves as soon as the request has finished, so the lease is taken when it arrives, on a
+thread. The engine keeps the request's blocks until its workers have copied them.
+"""
+
+import logging
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from mappers.identity import IdentityClaim
+from service.vllm.counters import Counters
+from service.vllm.engine import Geometry
+from service.vllm.errors import NotLoaded
+from service.vllm.jobs import Export
+from service.vllm.link import Leased, Link
+from service.vllm.params import Handle
+from service.vllm.seal import seal_bytes, seal_offset, write_seal
+
+log = logging.getLogger("vllm.kvt.exports")
+
+
+@dataclass(frozen=True)
+class _Room:
+    """A lease under way, for a cache of so many tokens."""
+
+    lease: Future[Leased]
+    tokens: int
+    hops: int
+
+
+class Exports:
+    """Those of one engine. Nothing here waits."""
+
+    def __init__(
+        self,
+        claim: IdentityClaim,
+        geometry: Geometry,
+        link: Link,
+        threads: Executor,
+        counters: Counters,
+    ) -> None:
+        self._claim, self._geometry = claim, geometry
+        self._link, self._threads, self._counters = link, threads, counters
+        self._rooms: dict[str, _Room] = {}
+        self._copied: dict[str, Leased] = {}
+        self._jobs: list[Export] = []
+
+    def begin(self, request_id: str, tokens: int, hops: int) -> None:
+        """Take a lease for up to so many tokens, which have been through ``hops`` translations."""
+        tokens = min(tokens, self._geometry.max_tokens)
+        nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
+        lease = self._threads.submit(self._link.lease, nbytes)
+        self._rooms[request_id] = _Room(lease, tokens, hops)
+
+    def finish(
+        self, request_id: str, ids: list[int], blocks: list[int], *, whole: bool
+    ) -> Handle | None:
+        """The handle of what is copied next; None: there is no room, and blocks may go at once.
+
+        ``ids`` are the tokens whose KV is in ``blocks``; ``whole``: the request was not aborted.
+        """
+        room = self._rooms.pop(request_id, None)
+        if room is None:
+            return None
+        leased = self._taken(room) if whole and ids else None
+        if leased is None:
+            room.lease.add_done_callback(self._give_back)
+            return None
+        ids = ids[: room.tokens]
+        offset = self._offset(len(ids))
+        write_seal(leased.memory.data, offset, self._claim, ids)
+        needed = blocks[: -(-len(ids) // self._geometry.block_tokens)]
+        self._jobs.append(Export(request_id, leased.shared, tuple(needed), len(ids), offset))
+        self._copied[request_id] = leased
+        self._counters.add("export", "exported", len(ids))
+        return Handle(
+            buffer=leased.id,
+            nbytes=leased.memory.nbytes,
+            tokens=len(ids),
+            seal_offset=offset,
+            ranks=self._geometry.ranks,
+            hops=room.hops,
+            source=self._claim,
+        )
+
+    def jobs(self) -> list[Export]:
+        """New ones, for the workers."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def done(self, request_ids: set[str]) -> None:
+        """The workers have copied these; their leases are the handles' now."""
+        for request_id in request_ids:
+            leased = self._copied.pop(request_id, None)
+            if leased is not None:
+                leased.close()
+
+    def _taken(self, room: _Room) -> Leased | None:
+        if not room.lease.done():
+            self._counters.add("export", "lease_too_late")
+            return None
+        try:
+            return room.lease.result()
+        except NotLoaded as error:
+            log.warning("kvt: no lease for an export: %s", error.reason)
+            self._counters.add("export", error.reason)
+            return None
+
+    def _give_back(self, lease: Future[Leased]) -> None:
+        """Of a request that was aborted, or has no use for it."""
+        if not lease.cancelled() and lease.exception() is None:
+            self._threads.submit(self._link.release, lease.result())
+
+    def _offset(self, tokens: int) -> int:
+        return seal_offset(self._geometry.cache_bytes(tokens))
