@@ -6,7 +6,7 @@ filled in place.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor
 from mappers.cache import DTYPES, KVCache
 from mappers.errors import KVTranslatorError, LayoutError
 from mappers.layouts import Geometry, Layout
+from mappers.quantize import Stored
 from mappers.stored import AnyCache, restored
 from service import wire
 from service.errors import Problem
@@ -80,6 +81,10 @@ class Reprefill:
 
 Outcome = Translated | Reprefill
 
+OnLayer = Callable[[int, Stored, Stored], None]
+"""Told of each target layer, in order, as soon as it is here: its number, keys and values. They are
+the translation's only if the call ends as ``Translated``; then all have been told."""
+
 
 class Answer(Protocol):
     """Fed with every chunk of the body in order, then asked once for the outcome."""
@@ -93,7 +98,12 @@ class Answer(Protocol):
         ...
 
 
-def open_answer(status: int, headers: Mapping[str, str], request: TranslateRequest) -> Answer:
+def open_answer(
+    status: int,
+    headers: Mapping[str, str],
+    request: TranslateRequest,
+    on_layer: OnLayer | None = None,
+) -> Answer:
     """The reader for an answer with this status and these headers (names in lower case).
 
     Only 200 with ``KVT-Decision: translate`` holds tensors. Raises BadAnswer for compressed ones.
@@ -105,7 +115,7 @@ def open_answer(status: int, headers: Mapping[str, str], request: TranslateReque
     kind = headers.get("content-type", "").partition(";")[0].strip()
     if kind != CONTENT_TYPE:
         raise BadAnswer(f"a translation comes as {CONTENT_TYPE}, this answer does not")
-    return _Tensors(request, headers)
+    return _Tensors(request, headers, on_layer)
 
 
 def translated_in(
@@ -195,16 +205,22 @@ class _Document:
 class _Tensors:
     """Length, header, data: each part complete and checked before the next is looked at."""
 
-    def __init__(self, request: TranslateRequest, headers: Mapping[str, str]) -> None:
-        self._request, self._headers = request, headers
+    def __init__(
+        self,
+        request: TranslateRequest,
+        headers: Mapping[str, str],
+        on_layer: OnLayer | None,
+    ) -> None:
+        self._request, self._headers, self._on_layer = request, headers, on_layer
         self._declared_bytes = _number(headers.get("content-length"))
         self._head = bytearray()
         self._head_bytes = wire.LENGTH_BYTES
         self._receipt: Receipt | None = None
         self._side: Side | None = None
         self._tensors: dict[str, Tensor] = {}
+        self._names: list[str] = []
         self._views: list[memoryview] = []
-        self._at = self._filled = 0
+        self._at = self._filled = self._layer = 0
 
     def feed(self, chunk: bytes) -> None:
         rest = memoryview(chunk)
@@ -215,9 +231,6 @@ class _Tensors:
     def outcome(self) -> Translated:
         if self._receipt is None or self._side is None or self._at < len(self._views):
             raise BadAnswer("the answer ended before its declared size")
-        for tensor in self._tensors.values():
-            if not bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all()):
-                raise BadAnswer("the answer holds values that are not finite")
         try:
             stored = self._side.assembled(self._tensors, self._receipt.start_position)
         except LayoutError as error:
@@ -247,6 +260,7 @@ class _Tensors:
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype])
             for name, form in self._side.forms.items()
         }
+        self._names = list(self._tensors)
         self._views = [memory_of(tensor) for tensor in self._tensors.values()]
         self._receipt = receipt
 
@@ -263,7 +277,20 @@ class _Tensors:
         self._filled += taken
         if self._filled == len(view):
             self._at, self._filled = self._at + 1, 0
+            self._tensor_complete()
         return taken
+
+    def _tensor_complete(self) -> None:
+        """Look at the tensor that has just come, and hand on the layer that it completes."""
+        name = self._names[self._at - 1]
+        tensor = self._tensors[name]
+        if not bool(torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor).all()):
+            raise BadAnswer("the answer holds values that are not finite")
+        if self._side is None or name != self._side.names(self._layer)[-1]:
+            return
+        if self._on_layer is not None:
+            self._on_layer(self._layer, *self._side.layer(self._tensors, self._layer))
+        self._layer += 1
 
 
 def _tokens(headers: Mapping[str, str]) -> tuple[str, str | None]:

@@ -1,6 +1,8 @@
 """A cache in the body of a request, its translation in the body of the answer."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -10,11 +12,12 @@ from starlette.responses import Response
 from service import answers
 from service.call import Call
 from service.errors import Problem
+from service.pages import Pages
 from service.schemas import TranslateRequest, read_request
 from service.settle import settle
 from service.side import Side, check_tensors
+from service.space import Space
 from service.stream import Stream
-from service.translation import Space
 from service.transport import Approved
 from service.wire import LENGTH_BYTES, Header, header_length, parse_header
 
@@ -47,11 +50,11 @@ class BodyTransport:
         self._check_length(self._header_bytes + sent_bytes)
         held.enter_context(self._call.service.worker.memory(sent_bytes + target.nbytes))
         try:
-            received = torch.from_numpy(np.empty(sent_bytes, np.uint8))
+            pages = Pages(sent_bytes)
             answer = torch.from_numpy(np.empty(target.nbytes, np.uint8))
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             raise Problem("out_of_memory", "there is no memory for this request now") from error
-        return Space(received, answer, self._header.tensors)
+        return Space(pages.data, answer, self._header.tensors, let_go=pages.let_go)
 
     def _check_length(self, expected: int) -> None:
         declared = self._call.declared_bytes
@@ -59,9 +62,14 @@ class BodyTransport:
             code = "truncated_body" if declared < expected else "bad_safetensors"
             raise Problem(code, f"the tensors end at byte {expected}, the body at {declared}")
 
-    async def ingest(self, space: Space) -> None:
-        """Read the rest of the body."""
-        await self._call.body.into(space.received.numpy().data)
+    async def ingest(
+        self, space: Space, milestones_bytes: Sequence[int], arrived: Callable[[int], None]
+    ) -> None:
+        """Read the rest of the body, to where it lies from now on."""
+        data = space.received.numpy().data
+        for begin, end in pairwise((0, *milestones_bytes)):
+            await self._call.body.into(data[begin:end])
+            arrived(end)
         await self._call.body.end()
 
     async def answer(self, approved: Approved, held: AsyncExitStack) -> Response:

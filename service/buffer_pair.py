@@ -26,12 +26,15 @@ from mappers.layouts import Geometry
 from mappers.stored import AnyCache
 from service.answer import (
     BadAnswer,
+    OnLayer,
     Outcome,
+    Translated,
     bad_answer,
     refusal,
     translated_in,
 )
 from service.buffer_socket import fetch
+from service.coming import Coming
 from service.memfd import SharedMemory
 from service.schemas import BufferInfo, MapperList, SideInfo, TranslateRequest
 from service.side import Side
@@ -47,6 +50,8 @@ class Ask(NamedTuple):
     method: str
     path: str
     document: dict[str, Any] | None = None
+    meanwhile: Callable[[], None] | None = None
+    """To be called again and again until the response is there."""
 
 
 Steps = Generator[Ask | Callable[[], Any], Any, Result]
@@ -74,8 +79,9 @@ class BufferPair:
         self.why_not: str | None = None
 
     @property
-    def ready_layers(self) -> int:
-        """How many target layers of the translation under way can be read in the target buffer.
+    def ready_layers(self) -> int | None:
+        """How many target layers of the translation under way can be read in the target buffer;
+        None when it was refused or has failed.
 
         They are the translation's only if it ends as ``Translated``.
         """
@@ -83,7 +89,11 @@ class BufferPair:
         return 0 if held is None else held.memory.ready_layers
 
     def translate(
-        self, cache: AnyCache, request: TranslateRequest, probe: AnyCache | None
+        self,
+        cache: AnyCache,
+        request: TranslateRequest,
+        probe: AnyCache | None,
+        on_layer: OnLayer | None = None,
     ) -> Steps[Outcome | None]:
         """The outcome, its tensors views of the target buffer; None: use the body.
 
@@ -100,9 +110,14 @@ class BufferPair:
             return None
         yield partial(fill, source.memory.data, tensors)
         target.memory.ready_layers = 0
-        response = yield Ask("POST", "/translate", _document(request, source.id, target.id))
+        coming = self._coming(target, request, on_layer)
+        said = _document(request, source.id, target.id)
+        response = yield Ask("POST", "/translate", said, coming)
         source.used_seconds = target.used_seconds = time.monotonic()
-        return self._outcome(response, request, target)
+        outcome = self._outcome(response, request, target)
+        if coming is not None and isinstance(outcome, Translated):
+            coming()  # what became ready since it was last asked
+        return outcome
 
     def release(self) -> Steps[None]:
         """Give both leases back; tensors that lie in them stay what they are."""
@@ -110,6 +125,14 @@ class BufferPair:
         self._held.clear()  # unmapped first: the memory counts until it is
         for lease_id in ids:
             yield Ask("DELETE", f"/buffers/{lease_id}")
+
+    def _coming(
+        self, target: Held, request: TranslateRequest, on_layer: OnLayer | None
+    ) -> Coming | None:
+        if on_layer is None:
+            return None
+        info = self._targets[request.target.model, request.target.version]
+        return Coming(target.memory, request, info, on_layer)
 
     def _target_bytes(self, request: TranslateRequest) -> Steps[int]:
         """Bytes of an answer with all tokens; 0 for a model that the service does not know."""

@@ -5,6 +5,8 @@ client will read it. A client that writes into a source meanwhile spoils its own
 other: sizes and offsets are ours, the numbers of a cache are only ever computed with.
 """
 
+import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -16,12 +18,13 @@ from service.body import ClientGone
 from service.buffers import Buffers
 from service.call import Call
 from service.errors import Problem
+from service.output import POISON
 from service.schemas import BufferRequest, read_document
 from service.settle import settle
 from service.side import Side
+from service.space import Space
 from service.state import buffers_of
 from service.stream import Running
-from service.translation import Space
 from service.transport import Approved
 from service.wire import laid_out
 
@@ -35,6 +38,7 @@ class BufferTransport:
         self._call, self._buffers = call, buffers
         self.request: BufferRequest = request
         self._target: Memory | None = None
+        self._given = False
 
     @classmethod
     async def read(cls, call: Call) -> Self:
@@ -44,7 +48,7 @@ class BufferTransport:
         return cls(call, buffers, read_document(BufferRequest, raw))
 
     def reserve(self, sent: list[Side], target: Side, held: AsyncExitStack) -> Space:
-        """Both leases, which cannot end while they are ``held``; the counter starts at 0."""
+        """Both leases, which cannot end while they are ``held``; no layer is ready."""
         tensors, sent_bytes = laid_out(part for side in sent for part in side.tensors)
         source = self._buffers.find(self.request.source.buffer, self._call.client)
         wanted = self._buffers.find(self.request.target.buffer, self._call.client)
@@ -54,40 +58,52 @@ class BufferTransport:
         answer = held.enter_context(self._buffers.writing(wanted))
         _check_size("source", received, sent_bytes)
         _check_size("target", answer, target.nbytes)
-        answer.ready_layers = 0
-        self._target = answer
-        return Space(received.data[:sent_bytes], answer.data[: target.nbytes], tensors)
+        answer.ready_layers, self._target = 0, answer
+        space = Space(received.data[:sent_bytes], answer.data[: target.nbytes], tensors)
+        held.push_async_callback(self._leave, space)
+        return space
 
-    async def ingest(self, space: Space) -> None:
+    async def ingest(
+        self, space: Space, milestones_bytes: Sequence[int], arrived: Callable[[int], None]
+    ) -> None:
         """Everything is there already."""
+        arrived(space.received.numel())
 
     async def answer(self, approved: Approved, held: AsyncExitStack) -> Response:
         """Say in the target's memory how far it is, and in the answer that all of it is there."""
         running = approved.running
-        try:
-            await self._follow(running)
-        except BaseException:
-            self._publish(0)
-            raise
+        await self._follow(running)
+        receipt = answers.translated_receipt(approved, self.request.target.buffer)
         settle(approved.judged, running, None)
+        self._given = True
         # Before the client hears of it, so that it can give the leases back at once.
         await held.aclose()
-        return answers.translated_receipt(approved, self.request.target.buffer)
+        return receipt
 
     async def _follow(self, running: Running) -> None:
         while not running.future.done():
-            self._publish(running.work.ready_layers)
+            self._publish(running)
             if running.gone.done():
                 raise ClientGone
             await running.emission.news(running.gone, running.future)
         running.future.result()
         if running.work.refusal is not None:  # against what the content gate had proven
             raise Problem("internal_invariant", "a layer came out with values that are not finite")
-        self._publish(running.work.ready_layers)
+        self._publish(running)
 
-    def _publish(self, layers: int) -> None:
+    def _publish(self, running: Running) -> None:
         if self._target is not None:
-            self._target.ready_layers = layers
+            self._target.ready_tokens = running.work.target.geometry.tokens
+            self._target.ready_layers = running.work.ready_layers
+
+    async def _leave(self, space: Space) -> None:
+        """Unless the answer is given, say where it would lie that there is none, and leave nothing
+        of it there; the device has stopped writing, and the lease is still ours."""
+        if self._given or self._target is None:
+            return
+        self._target.ready_layers = None
+        if space.begun:
+            await asyncio.to_thread(space.answer.fill_, POISON)
 
 
 def _check_size(side: str, memory: Memory, needed_bytes: int) -> None:

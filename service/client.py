@@ -16,6 +16,8 @@ by the time that it could be sent again the target could have prefilled.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,6 +28,7 @@ from mappers.errors import KVTranslatorError
 from mappers.stored import AnyCache
 from service.answer import (
     BadAnswer,
+    OnLayer,
     Outcome,
     Reprefill,
     Translated,
@@ -43,6 +46,8 @@ from service.upload import Upload, announcing
 __all__ = ["AsyncClient", "Client", "NotTranslated", "Outcome", "Reprefill", "Translated"]
 
 TIMEOUT = httpx.Timeout(60.0, connect=5.0)
+LOOK_SECONDS = 0.001
+"""How often a buffer is looked at for target layers that have become ready."""
 _HEADERS = {"accept-encoding": "identity"}
 Document = TypeVar("Document", bound=BaseModel)
 Result = TypeVar("Result")
@@ -84,6 +89,7 @@ class Client:
         *,
         probe: AnyCache | None = None,
         buffers: BufferPair | None = None,
+        on_layer: OnLayer | None = None,
         strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
@@ -92,16 +98,17 @@ class Client:
         ``probe`` is the target's own KV of the first tokens, [64, H_t, D_t] a layer: the bound gets
         sharper, and those tokens of the answer are exactly these. With
         ``buffers`` it goes through shared memory where that can be had, and through the body where
-        not. Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
-        NotTranslated instead of returning Reprefill.
+        not. ``on_layer`` is called with each target layer as soon as it is here, while later ones
+        are computed. Raises LayoutError when ``request`` does not describe ``cache``; with
+        ``strict``, NotTranslated instead of returning Reprefill.
         """
         request = announcing(request, probe)
         outcome: Outcome | None = None
         try:
             if buffers is not None:
-                outcome = self._through(buffers.translate(cache, request, probe))
+                outcome = self._through(buffers.translate(cache, request, probe, on_layer))
             if outcome is None:
-                outcome = self._by_body(Upload.of(cache, request, probe), request)
+                outcome = self._by_body(Upload.of(cache, request, probe), request, on_layer)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
@@ -117,13 +124,15 @@ class Client:
             with contextlib.suppress(httpx.HTTPError):  # the leases end by themselves
                 self._through(pair.release())
 
-    def _by_body(self, upload: Upload, request: TranslateRequest) -> Outcome:
+    def _by_body(
+        self, upload: Upload, request: TranslateRequest, on_layer: OnLayer | None
+    ) -> Outcome:
         digest = upload.digest_headers() if self._digest else {}
         headers = {**_HEADERS, **upload.headers, **digest}
         with self._http.stream(
             "POST", "/translate", content=iter(upload), headers=headers
         ) as response:
-            return self._read(response, request)
+            return self._read(response, request, on_layer)
 
     def _through(self, steps: Steps[Result]) -> Result:
         """Do what a generator asks for, until it has its result."""
@@ -135,13 +144,25 @@ class Client:
                 result: Result = end.value
                 return result
             if isinstance(step, Ask):
-                found = self._http.request(step.method, step.path, json=step.document)
+                found = self._ask(step)
             else:
                 found = step()
 
-    def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
+    def _ask(self, ask: Ask) -> httpx.Response:
+        send = partial(self._http.request, ask.method, ask.path, json=ask.document)
+        if ask.meanwhile is None:
+            return send()
+        with ThreadPoolExecutor(1, "kvt-client") as pool:
+            running = pool.submit(send)
+            while not wait([running], LOOK_SECONDS).done:
+                ask.meanwhile()
+            return running.result()
+
+    def _read(
+        self, response: httpx.Response, request: TranslateRequest, on_layer: OnLayer | None
+    ) -> Outcome:
         try:
-            answer = open_answer(response.status_code, response.headers, request)
+            answer = open_answer(response.status_code, response.headers, request, on_layer)
             for chunk in response.iter_bytes():
                 answer.feed(chunk)
             return answer.outcome()
@@ -239,6 +260,7 @@ class AsyncClient:
         *,
         probe: AnyCache | None = None,
         buffers: BufferPair | None = None,
+        on_layer: OnLayer | None = None,
         strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""
@@ -246,9 +268,9 @@ class AsyncClient:
         outcome: Outcome | None = None
         try:
             if buffers is not None:
-                outcome = await self._through(buffers.translate(cache, request, probe))
+                outcome = await self._through(buffers.translate(cache, request, probe, on_layer))
             if outcome is None:
-                outcome = await self._by_body(Upload.of(cache, request, probe), request)
+                outcome = await self._by_body(Upload.of(cache, request, probe), request, on_layer)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
@@ -263,13 +285,15 @@ class AsyncClient:
             with contextlib.suppress(httpx.HTTPError):
                 await self._through(pair.release())
 
-    async def _by_body(self, upload: Upload, request: TranslateRequest) -> Outcome:
+    async def _by_body(
+        self, upload: Upload, request: TranslateRequest, on_layer: OnLayer | None
+    ) -> Outcome:
         digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
         headers = {**_HEADERS, **upload.headers, **digest}
         async with self._http.stream(
             "POST", "/translate", content=aiter(upload), headers=headers
         ) as response:
-            return await self._read(response, request)
+            return await self._read(response, request, on_layer)
 
     async def _through(self, steps: Steps[Result]) -> Result:
         found: Any = None
@@ -280,13 +304,26 @@ class AsyncClient:
                 result: Result = end.value
                 return result
             if isinstance(step, Ask):
-                found = await self._http.request(step.method, step.path, json=step.document)
+                found = await self._ask(step)
             else:
                 found = await asyncio.to_thread(step)
 
-    async def _read(self, response: httpx.Response, request: TranslateRequest) -> Outcome:
+    async def _ask(self, ask: Ask) -> httpx.Response:
+        send = self._http.request(ask.method, ask.path, json=ask.document)
+        running = asyncio.ensure_future(send)
         try:
-            answer = open_answer(response.status_code, response.headers, request)
+            while ask.meanwhile is not None and not running.done():
+                await asyncio.wait([running], timeout=LOOK_SECONDS)
+                ask.meanwhile()
+            return await running
+        finally:
+            running.cancel()
+
+    async def _read(
+        self, response: httpx.Response, request: TranslateRequest, on_layer: OnLayer | None
+    ) -> Outcome:
+        try:
+            answer = open_answer(response.status_code, response.headers, request, on_layer)
             async for chunk in response.aiter_bytes():
                 answer.feed(chunk)
             return answer.outcome()

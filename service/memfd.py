@@ -1,8 +1,9 @@
 """Memory that two processes share and neither can resize: a sealed memfd.
 
-``nbytes`` of data from its beginning, and after them a page of its own with one number: how many
-target layers are ready. Nothing else is ever read from it but the numbers of a cache: no size,
-offset or name lies where the other process could change it after it was checked.
+``nbytes`` of data from its beginning, and after them a page of its own with two numbers for who
+reads a translation: how many target layers are ready, and of how many tokens. The service reads
+nothing from it but the numbers of a cache: no size, offset or name lies where the other process
+could change it after it was checked.
 
 All pages are allocated before the seals are set, so that memory that is not there is an error here
 and not a SIGBUS at the first touch; and a sealed file cannot be cut off under whoever maps it
@@ -24,6 +25,8 @@ import torch
 
 from mappers.errors import KVTranslatorError
 
+NO_ANSWER = (1 << 64) - 1
+"""In place of a number of layers: what lies here is no translation, nor will it be one."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 DESCRIPTORS = 2
 """Of a mapping: its own, and the one that Python's mmap keeps."""
@@ -59,13 +62,25 @@ class SharedMemory:
         return self.data.shape[0]
 
     @property
-    def ready_layers(self) -> int:
-        """Target layers that are complete, in order; as fresh as the other process made it."""
-        return int(self._progress[0])
+    def ready_layers(self) -> int | None:
+        """Target layers that are complete, in order, as fresh as the other process made it; None
+        when the translation was refused or has failed."""
+        count = int(self._progress[0])
+        return None if count == NO_ANSWER else count
 
     @ready_layers.setter
-    def ready_layers(self, count: int) -> None:
-        self._progress[0] = count
+    def ready_layers(self, count: int | None) -> None:
+        # One aligned store, after those of the layers: what it counts is there for who reads it.
+        self._progress[0] = NO_ANSWER if count is None else count
+
+    @property
+    def ready_tokens(self) -> int:
+        """Rows of each of these layers; it is written before the first of them is ready."""
+        return int(self._progress[1])
+
+    @ready_tokens.setter
+    def ready_tokens(self, count: int) -> None:
+        self._progress[1] = count
 
     def handle(self) -> int:
         """A new descriptor of it, for another process; the caller closes it."""
@@ -105,7 +120,7 @@ class SharedMemory:
 
 
 def progress_offset(nbytes: int) -> int:
-    """Where the page with the number begins, after so many bytes of data."""
+    """Where the page with the numbers begins, after so many bytes of data."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

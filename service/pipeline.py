@@ -25,7 +25,7 @@ from service.state import Service
 from service.stream import Running
 from service.translation import Translation
 from service.transport import Approved, Transport
-from service.turns import Steps, Turn
+from service.turns import Turn
 from service.worker import Emission
 
 
@@ -48,8 +48,7 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         claim = held.enter_context(_claim(judged))
         work = _reserve(judged, transport, held)
         turn = held.enter_context(_turn(judged))
-        await _ingest(call, transport, work)
-        running = await _start(judged, turn, work, held)
+        running = await _start(judged, turn, transport, work, held)
         call.ledger.note(**work.facts)
         judged = _ruled_again(judged, work)
         if work.refusal is not None:
@@ -214,22 +213,21 @@ def _forecast(judged: Judged, work: Translation) -> Judged:
     return replace(judged, ruling=replace(judged.ruling, expected_kl=expected))
 
 
-async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
-    with call.service.metrics.stage("ingest"):
-        await transport.ingest(work.space)
-    call.service.metrics.bytes.labels("in").inc(work.space.received.numel())
-
-
-async def _start(judged: Judged, turn: Turn, work: Translation, held: AsyncExitStack) -> Running:
-    """Queue the work; return when an answer may begin, or when the content gate has refused.
+async def _start(
+    judged: Judged, turn: Turn, transport: Transport, work: Translation, held: AsyncExitStack
+) -> Running:
+    """Queue the work and take the cache in, which goes on side by side; return when an answer may
+    begin, or when the content gate has refused.
 
     Unless the gate has proven that no value can overflow, an answer begins only when all of it has
     been computed and seen: after the first byte there is no way to say re-prefill.
     """
-    emission, started = Emission(), time.perf_counter()
-    steps = _in_time(judged, turn, work, emission, started)
+    emission = Emission()
+    steps = work.run(emission, lambda: _too_late(judged, turn, work))
     device = judged.call.service.worker.running(turn, steps, emission)
     future = await held.enter_async_context(device)
+    await _ingest(judged.call, transport, work)
+    started = time.perf_counter()
     gone = await held.enter_async_context(_watched(judged.call.body))
     while not (future.done() or (work.proven_finite and emission.ready_bytes)):
         if gone.done():
@@ -240,17 +238,22 @@ async def _start(judged: Judged, turn: Turn, work: Translation, held: AsyncExitS
     return Running(work, emission, future, gone, started)
 
 
-def _in_time(
-    judged: Judged, turn: Turn, work: Translation, emission: Emission, queued: float
-) -> Steps:
-    """The work, unless its turn has come too late, whatever was predicted."""
-    waited = time.perf_counter() - queued
+async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
+    def arrived(nbytes: int) -> None:
+        work.space.arrive(nbytes)
+        call.service.worker.turns.nudge()
+
+    with call.service.metrics.stage("ingest"):
+        await transport.ingest(work.space, work.milestones_bytes, arrived)
+    call.service.metrics.bytes.labels("in").inc(work.space.received.numel())
+
+
+def _too_late(judged: Judged, turn: Turn, work: Translation) -> bool:
+    """Whether the turn has come too late for what is left to do, whatever was predicted."""
+    waited = work.space.complete_for_seconds()
     left = judged.call.deadline.left_seconds() + waited
     tail = judged.ruling.native_tail
-    if gate.comes_too_late(judged.request, tail, waited + turn.expected_seconds, left):
-        work.refusal = "would_miss_deadline"
-        return
-    yield from work.run(emission)
+    return gate.comes_too_late(judged.request, tail, waited + turn.left_seconds, left)
 
 
 @contextlib.asynccontextmanager

@@ -43,7 +43,7 @@ def _sent(judged: Judged, running: Running) -> None:
     egress = time.perf_counter() - running.started_seconds
     metrics.stage_seconds.labels("egress").observe(egress)
     metrics.tokens.labels(pair).inc(ruling.tokens)
-    metrics.bytes.labels("out").inc(len(running.work.output))
+    metrics.bytes.labels("out").inc(running.work.target.nbytes)
     metrics.prefill_saved.labels(pair).inc(max(0.0, _prefill_seconds(judged) - egress))
     if ruling.kl_bound is not None:
         metrics.kl_bound.labels(pair).observe(ruling.kl_bound)

@@ -98,7 +98,7 @@ class Side:
 
         Raises ``Problem`` 422 for scales or zero points that cannot be used.
         """
-        parts = {name: _tensor(data, specs[name]) for name in self.forms}
+        parts = {name: tensor_in(data, specs[name]) for name in self.forms}
         try:
             return self.assembled(parts, start_position)
         except LayoutError as error:
@@ -107,23 +107,38 @@ class Side:
 
     def assembled(self, parts: Mapping[str, Tensor], start_position: int) -> AnyCache:
         """The cache that these tensors are; may raise ``LayoutError``."""
-        layers, layout = range(self.geometry.layers), self.layout
-        names = dict.fromkeys(name for layer in layers for name in tensor_names(layout, layer))
-        numbers = {name: parts[self.named(name)] for name in names}
-        pairs = [read_layer(layout, numbers, layer, self.geometry) for layer in layers]
+        pairs = [self.layer(parts, layer) for layer in range(self.geometry.layers)]
+        keys, values = zip(*pairs, strict=True)
         positions = consecutive(self.geometry.tokens, start_position)
-        if not self.storage.scaled:
-            plain = zip(*pairs, strict=True)
-            return KVCache(next(plain), next(plain), positions)
-        scales = [[parts[name] for name in self.scale_names(layer)] for layer in layers]
+        if self.storage.scaled:
+            return StoredCache(self.storage, keys, values, positions)
+        plain = [tuple(stored.numbers for stored in side) for side in (keys, values)]
+        return KVCache(plain[0], plain[1], positions)
+
+    def layer(self, parts: Mapping[str, Tensor], layer: int) -> tuple[Stored, Stored]:
+        """Keys and values of a layer as they are stored: views, but in layout ``vllm_hn2d``."""
+        numbers = {name: parts[self.named(name)] for name in tensor_names(self.layout, layer)}
+        pair = read_layer(self.layout, numbers, layer, self.geometry)
+        scales = [parts[name] for name in self.scale_names(layer)]
         # Those of keys and of values take turns.
-        keys, values = (
-            tuple(
-                Stored(pair[kind], *own[kind::2]) for pair, own in zip(pairs, scales, strict=True)
-            )
-            for kind in (0, 1)
-        )
-        return StoredCache(self.storage, keys, values, positions)
+        keys, values = (Stored(pair[kind], *scales[kind::2]) for kind in (0, 1))
+        return keys, values
+
+    def names(self, layer: int) -> list[str]:
+        """Names of the tensors in which a layer lies, its scales and zero points after it."""
+        numbers = [self.named(name) for name in tensor_names(self.layout, layer)]
+        return [*numbers, *self.scale_names(layer)]
+
+    def spans(self, layer: int, specs: Mapping[str, TensorSpec]) -> list[tuple[int, int]]:
+        """First byte and end of all that a layer consists of, in a body's tensors."""
+        places = [specs[name] for name in self.names(layer)]
+        if self.layout is not Layout.LMCACHE:
+            return [(spec.begin, spec.end) for spec in places]
+        whole, *scales = places
+        layers = self.geometry.layers
+        size = (whole.end - whole.begin) // (2 * layers)
+        starts = [whole.begin + at * size for at in (layer, layers + layer)]
+        return [*((at, at + size) for at in starts), *((s.begin, s.end) for s in scales)]
 
     def named(self, name: str) -> str:
         """A layout's own name for a tensor as it is on the wire."""
@@ -158,7 +173,8 @@ def _check_tensor(spec: TensorSpec, side: Side, form: Form) -> None:
         )
 
 
-def _tensor(data: Tensor, spec: TensorSpec) -> Tensor:
+def tensor_in(data: Tensor, spec: TensorSpec) -> Tensor:
+    """One tensor of a body's: a view, or a copy where it begins between two of its numbers."""
     dtype, part = DTYPES[spec.dtype], data[spec.begin : spec.end]
     # Only whole numbers from the front can be viewed, and what lies before may be of another width.
     aligned = part if spec.begin % dtype.itemsize == 0 else part.clone()

@@ -1,44 +1,32 @@
-"""One translation: its sizes, its memory, and the work that the device thread does on it."""
+"""One translation: the work that the device thread does on the memory of one request."""
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from mappers.cache import DTYPES, KVCache
+from mappers.cache import DTYPES, KVCache, Layer
 from mappers.errors import NonFinite
-from mappers.layouts import Layout, read_layer, write_layer
 from mappers.probe import translation_error
-from mappers.quantize import INT8_LARGEST, in_turn, quantize
 from mappers.sample import largest
 from mappers.stored import AnyCache, restored
 from service.errors import Problem
 from service.gate import Ruling
 from service.loaded import Loaded
+from service.output import Output
 from service.probing import Probing
+from service.reading_order import ReadingOrder
+from service.received import Received
 from service.schemas import TranslateRequest
 from service.side import Side
+from service.space import Space
 from service.turns import Steps
-from service.wire import TensorSpec
 from service.worker import Emission
 
 # A rotation adds at most two numbers, and scaling factors (YaRN) lie well below 4.
 ROTARY_MARGIN = 8.0
-# Rows that were never written are found: every float dtype reads this byte, repeated, as NaN, and
-# int8 the other as a number that is never stored.
-POISON, INT8_POISON = 0xFF, 0x80
-
-
-class Space(NamedTuple):
-    """The memory of one request, uint8: ``received`` holds ``tensors``, ``answer`` the target's."""
-
-    received: Tensor
-    answer: Tensor
-    tensors: Mapping[str, TensorSpec]
 
 
 class Translation:
@@ -62,8 +50,14 @@ class Translation:
         probing: Probing | None = None,
     ) -> None:
         self.target, self.space = target, space
-        self._loaded, self._source, self._probing = loaded, source, probing
+        self._loaded, self._probing = loaded, probing
         self._request, self._domain, self._prefix = request, domain, prefix
+        self._source = Received(source, space.received, space.tensors, request.start_position)
+        self._order = ReadingOrder.of(loaded.mapper)
+        self._inspection = loaded.content.begin(request)
+        self._output: Output | None = None
+        self._layers: Iterator[Layer | None] = iter(())
+        self._overflowed = False
         self.seconds: dict[str, float] = {}
         self._paused_seconds = 0.0
         self.facts: dict[str, float | str] = {}
@@ -78,42 +72,117 @@ class Translation:
         answer: memoryview = self._answer.numpy().data
         return answer
 
-    def run(self, emission: Emission) -> Steps:
-        """For the device thread: inspect what was sent, then translate layer by layer."""
-        data, tensors = self.space.received, self.space.tensors
-        source = self._source.read(data, tensors, self._request.start_position)
+    @property
+    def milestones_bytes(self) -> list[int]:
+        """Ends of the parts of ``space.received`` with which there is something more to do."""
+        return sorted({*self._source.needed_bytes, self.space.received.numel()})
+
+    def run(self, emission: Emission, too_late: Callable[[], bool]) -> Steps:
+        """For the device thread: look at each source layer when it has arrived, rule when all have,
+        translate. While some are still to come, target layers that need none of them are
+        translated; nobody sees them before the ruling. ``too_late`` is asked before that."""
         try:
-            with self._timed("content_gate"):
-                self._inspect(source)
-                if self._probing is not None and self.refusal is None:
-                    self._compare(self._probing, source, self._probing.side.read(data, tensors, 0))
+            yield from self._look(emission)
+            if too_late():
+                self.refusal = "would_miss_deadline"
+                return
+            self._rule()
             if self.refusal is None:
-                yield None
-                with self._timed("translate"):
-                    yield from self._translate(source, emission)
+                yield from self._translate(self.target.geometry.layers, emission)
         except NonFinite:
             self.refusal = "non_finite"
-            if not self.proven_finite:  # nothing of it is out, and nobody is to find half of it
-                self._answer.fill_(POISON)
+        finally:
+            self._layers = iter(())  # a client that reads slowly is to hold no workspace
 
-    def _inspect(self, source: AnyCache) -> None:
-        inspection = self._loaded.content.inspect(source, self._request, self._domain)
-        self.refusal, self.facts = inspection.reason, inspection.facts
-        self.proven_finite = self._bounded(inspection.largest)
+    def _look(self, emission: Emission) -> Steps:
+        """Show the content gate all layers, as they arrive."""
+        for layer, needed_bytes in enumerate(self._source.needed_bytes):
+            yield from self._arrival(needed_bytes)
+            with self._timed("content_gate"):
+                self._inspection.add(*self._source.layer(layer))
+            yield from self._work_ahead(emission)
+        yield from self._arrival(self.space.received.numel())
 
-    def _compare(self, probing: Probing, source: AnyCache, sent: AnyCache) -> None:
+    def _arrival(self, needed_bytes: int) -> Steps:
+        """Let others have the device until so many bytes are there."""
+        while self.space.arrived_bytes < needed_bytes:
+            yield lambda: self.space.arrived_bytes >= needed_bytes
+
+    def _work_ahead(self, emission: Emission) -> Steps:
+        """Translate what can be, unless a ruling is as good as there: it comes first."""
+        while self._may_work_ahead():
+            try:
+                yield from self._translate(self.ready_layers + 1, emission)
+            except NonFinite:
+                self._overflowed = True  # the gate may know a better reason
+
+    def _may_work_ahead(self) -> bool:
+        layers = self.target.geometry.layers
+        if self.space.complete or self._probing is not None or self._overflowed:
+            return False
+        if self.ready_layers == layers:
+            return False
+        return self._order.needed_layers[self.ready_layers] <= self._inspection.layers
+
+    def _rule(self) -> None:
+        with self._timed("content_gate"):
+            inspected = self._inspection.result(self._domain)
+            overflow = "non_finite" if self._overflowed else None
+            self.refusal, self.facts = inspected.reason or overflow, inspected.facts
+            self.proven_finite = self._bounded(inspected.largest)
+            if self._probing is not None and self.refusal is None:
+                self._compare(self._probing)
+
+    def _compare(self, probing: Probing) -> None:
         """Have the gate rule again, now that the probe shows how far off the translation is."""
+        sent: AnyCache = probing.side.read(self.space.received, self.space.tensors, 0)
         native = restored(sent)
         if not bool(largest(native).isfinite().all()):
             self.refusal = "non_finite"
             return
-        error = translation_error(probing.queries, self._loaded.translator, source, native)
+        error = translation_error(probing.queries, self._loaded.translator, self._source, native)
         self.facts["probe_error"] = error
         self.ruling = probing.rule(error)
         self.refusal = self.ruling.reason
         if self.refusal is None:
             self.target = self.target.with_tokens(self.ruling.tokens)
             self._prefix = native
+
+    def _translate(self, layers: int, emission: Emission) -> Steps:
+        """Have so many target layers ready, and say so of each."""
+        output = self._output or self._begin()
+        emission.advance(output.final_bytes(self.ready_layers))
+        with self._timed("translate"):
+            while self.ready_layers < layers:
+                yield from self._next_layer(output)
+                emission.advance(output.final_bytes(self.ready_layers))
+
+    def _begin(self) -> Output:
+        self._layers = self._loaded.translator.steps(
+            self._source.layers(),
+            self._source.positions,
+            prefix=self._prefix,
+            tokens=self.target.geometry.tokens,
+            dtype=self._emitted_dtype(),
+        )
+        self.space.begun = True
+        self._output = Output(self.target, self._answer)
+        return self._output
+
+    def _next_layer(self, output: Output) -> Steps:
+        """Translate it, and let go of the source layers that were read for the last time."""
+        yield from self._pause()
+        for layer in self._layers:
+            if layer is not None:
+                output.write(self.ready_layers, *layer)
+                for read in self._order.expiring[self.ready_layers]:
+                    for begin, end in self._source.spans[read]:
+                        self.space.let_go(begin, end)
+                self.ready_layers += 1
+                return
+            yield from self._pause()
+        done, layers = self.ready_layers, self.target.geometry.layers
+        raise Problem("internal_invariant", f"{done} of {layers} layers were translated")
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -122,8 +191,8 @@ class Translation:
         try:
             yield
         finally:
-            paused_meanwhile = self._paused_seconds - paused
-            self.seconds[stage] = time.perf_counter() - started - paused_meanwhile
+            own = time.perf_counter() - started - (self._paused_seconds - paused)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + own
 
     def _pause(self) -> Steps:
         """Let others have the device."""
@@ -136,73 +205,11 @@ class Translation:
         bound = ROTARY_MARGIN * (self._loaded.gain * largest * ROTARY_MARGIN + self._loaded.offset)
         return bound < torch.finfo(self._emitted_dtype()).max
 
-    def _translate(self, source: AnyCache, emission: Emission) -> Steps:
-        side, done = self.target, 0
-        parts = self._parts()
-        steps = self._loaded.translator.steps(
-            source.layers(),
-            source.positions,
-            prefix=self._prefix,
-            tokens=side.geometry.tokens,
-            dtype=self._emitted_dtype(),
-        )
-        for layer in steps:
-            if layer is not None:
-                self._write(parts, done, *layer)
-                done += 1
-                self.ready_layers = done
-                emission.advance(self._final_bytes(done))
-            if done < side.geometry.layers:  # whoever waits for the end is not to wait for others
-                yield from self._pause()
-        if done != side.geometry.layers:
-            raise Problem(
-                "internal_invariant", f"{done} of {side.geometry.layers} layers were translated"
-            )
-
-    def _write(self, parts: dict[str, Tensor], layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put a layer where it leaves from, and look at it there: what is missing is poison."""
-        side = self.target
-        if side.storage.eight_bits:
-            stored = [quantize(states, side.storage) for states in (keys, values)]
-            keys, values = (one.numbers for one in stored)
-            for name, scale in zip(side.scale_names(layer), in_turn(stored), strict=True):
-                parts[name].copy_(scale.view(-1).view(torch.uint8))
-        write_layer(side.layout, parts, layer, keys, values, side.geometry)
-        scales = [parts[name].clone().view(torch.float32) for name in side.scale_names(layer)]
-        written = read_layer(side.layout, parts, layer, side.geometry)
-        if not all(map(_sound, (*written, *scales))):
-            raise NonFinite(f"target layer {layer} holds values that are not finite")
-
     @property
     def _answer(self) -> Tensor:
         return self.space.answer[: self.target.nbytes]
-
-    def _parts(self) -> dict[str, Tensor]:
-        """Views of the answer's tensors by name; of scales their bytes, which are not aligned."""
-        forms = self.target.forms
-        pieces = torch.split(self._answer, [form.nbytes for form in forms.values()])
-        parts = dict(zip(forms, pieces, strict=True))
-        for name, form in forms.items():
-            parts[name].fill_(INT8_POISON if form.dtype == "int8" else POISON)
-            if form.dtype == self.target.storage.dtype:
-                parts[name] = parts[name].view(DTYPES[form.dtype]).view(form.shape)
-        return parts
 
     def _emitted_dtype(self) -> torch.dtype:
         # 8-bit numbers are rounded from float32 when they are written; nothing computes in them.
         storage = self.target.storage
         return torch.float32 if storage.eight_bits else DTYPES[storage.dtype]
-
-    def _final_bytes(self, layers: int) -> int:
-        """Bytes from the front that are final when so many layers are written."""
-        if self.target.layout is Layout.LMCACHE and layers < self.target.geometry.layers:
-            return 0  # one tensor, values after all keys
-        return self.target.nbytes * layers // self.target.geometry.layers
-
-
-def _sound(tensor: Tensor) -> bool:
-    """Whether all of it was written and is finite."""
-    if tensor.dtype == torch.int8:
-        return int(tensor.amin()) >= -INT8_LARGEST
-    extremes = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    return all(math.isfinite(float(extreme)) for extreme in extremes)

@@ -4,6 +4,7 @@
 writes shared memory; the order of a request (``service/pipeline.py``) is the same for both.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import NamedTuple, Protocol
 
@@ -12,8 +13,8 @@ from starlette.responses import Response
 from service.call import Judged
 from service.schemas import ShadowRequest, TranslateRequest
 from service.side import Side
+from service.space import Space
 from service.stream import Running
-from service.translation import Space
 
 
 class Approved(NamedTuple):
@@ -38,8 +39,13 @@ class Transport(Protocol):
         answer as large as ``target``. Raises ``Problem``."""
         ...
 
-    async def ingest(self, space: Space) -> None:
-        """Have all of them in ``space.received``. Raises ``Problem`` or ``ClientGone``."""
+    async def ingest(
+        self, space: Space, milestones_bytes: Sequence[int], arrived: Callable[[int], None]
+    ) -> None:
+        """Have all of them in ``space.received``, and tell of each milestone that is reached.
+
+        Raises ``Problem`` or ``ClientGone``.
+        """
         ...
 
     async def answer(self, approved: Approved, held: AsyncExitStack) -> Response:

@@ -16,7 +16,7 @@ from mappers.layouts import Layout, write_layer
 from mappers.mapper import Mapper
 from mappers.quantize import Storage
 from mappers.stored import store
-from service import translation
+from service import output
 from service.app import create_app
 from service.settings import Settings
 from tests.service.live import SAFETENSORS, assert_problem
@@ -184,7 +184,7 @@ class TestRefusals:
         answer = sharer.translate(request, *leases)
         assert (answer.status_code, answer.json()["reason"]) == (200, "non_finite")
         self.untouched(sharer, leases[1])
-        assert leases[1].memory.ready_layers == 0
+        assert leases[1].memory.ready_layers is None
 
     def test_values_that_overflow_on_the_way(
         self, sharer: Sharer, leases: tuple[Leased, Leased]
@@ -194,9 +194,9 @@ class TestRefusals:
         request.tensors["layers.2.v"].fill_(1e5)
         answer = sharer.translate(request, *leases)
         assert (answer.status_code, answer.json()["reason"]) == (200, "non_finite")
-        assert leases[1].memory.ready_layers == 0
+        assert leases[1].memory.ready_layers is None
         written = 39 * 4 * 2 * 2 * 8 * 2
-        assert set(leases[1].content[:written]) == {translation.POISON}
+        assert set(leases[1].content[:written]) == {output.POISON}
         assert set(leases[1].content[written:]) == {9}
 
     def test_rows_that_were_never_written_do_not_count_as_ready(
@@ -218,11 +218,11 @@ class TestRefusals:
             return leases[1].memory.ready_layers
 
         seen: list[int] = []
-        monkeypatch.setattr(translation, "write_layer", late_and_not_at_all)
+        monkeypatch.setattr(output, "write_layer", late_and_not_at_all)
         answer = sharer.translate(good(40), *leases)
         assert_problem(answer, 500, "internal_invariant")
         assert seen == [2]
-        assert leases[1].memory.ready_layers == 0
+        assert leases[1].memory.ready_layers is None
 
     @pytest.mark.parametrize(
         ("source_bytes", "target_bytes"), [(100, ROOM_BYTES), (ROOM_BYTES, 100)]

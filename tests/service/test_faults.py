@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from mappers.errors import NonFinite
 from mappers.layouts import write_layer
 from mappers.translate import Translator
-from service import answers, body_transport, translation
+from service import answers, body_transport, output, translation
 from service.app import create_app
 from service.settings import Settings
 from service.state import Service
@@ -195,13 +195,13 @@ def test_rows_that_were_never_written_do_not_leave(
     def forget_a_row(layout: Any, parts: Any, layer: int, *rest: Any) -> None:
         write_layer(layout, parts, layer, *rest)
         if layer == 2:
-            parts["layers.2.v"][3].view(torch.uint8).fill_(translation.POISON)
+            parts["layers.2.v"][3].view(torch.uint8).fill_(output.POISON)
 
     hook(monkeypatch, lambda _, layer: layer, begun)
-    monkeypatch.setattr(translation, "write_layer", forget_a_row)
+    monkeypatch.setattr(output, "write_layer", forget_a_row)
     answer, service = one(settings, good(), on_send=telling(begun))
     assert answer.cut
-    assert bytes([translation.POISON] * 8) not in answer.body
+    assert bytes([output.POISON] * 8) not in answer.body
     assert counted(service) == {("failed", "non_finite"): 1}
 
 

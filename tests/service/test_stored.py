@@ -22,7 +22,7 @@ from mappers.mapper import Mapper
 from mappers.quantize import Storage
 from mappers.stored import AnyCache, StoredCache, restored, store
 from mappers.translate import Translator
-from service import translation
+from service import output, translation
 from service.client import Client, Reprefill, Translated
 from service.hf import cache_from, claim_of, request_for
 from service.schemas import TranslateRequest
@@ -258,7 +258,7 @@ def test_values_beyond_float32_are_not_finite(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("name", "poison"),
-    [("layers.2.v", translation.INT8_POISON), ("layers.2.k_scale", translation.POISON)],
+    [("layers.2.v", output.INT8_POISON), ("layers.2.k_scale", output.POISON)],
 )
 def test_what_was_never_written_does_not_leave(
     client: TestClient, name: str, poison: int, monkeypatch: pytest.MonkeyPatch
@@ -268,7 +268,7 @@ def test_what_was_never_written_does_not_leave(
         if layer == 2:
             parts[name].view(torch.uint8).view(-1)[-4:] = poison
 
-    monkeypatch.setattr(translation, "write_layer", forget)
+    monkeypatch.setattr(output, "write_layer", forget)
     monkeypatch.setattr(translation.Translation, "_bounded", lambda *_: False)
     assert post(client, good()).json()["reason"] == "non_finite"
 

@@ -1,0 +1,73 @@
+"""An answer where it leaves from: each layer is written there, and looked at there."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mappers.cache import DTYPES
+from mappers.errors import NonFinite
+from mappers.layouts import Layout, read_layer, tensor_names, write_layer
+from mappers.quantize import INT8_LARGEST, in_turn, quantize
+from service.side import Side
+
+# Rows that were never written are found: every float dtype reads this byte, repeated, as NaN, and
+# int8 the other as a number that is never stored.
+POISON, INT8_POISON = 0xFF, 0x80
+
+
+class Output:
+    """The target's cache of form ``side`` in uint8 ``memory``, which is as large as that."""
+
+    def __init__(self, side: Side, memory: Tensor) -> None:
+        self._side, forms = side, side.forms
+        pieces = torch.split(memory, [form.nbytes for form in forms.values()])
+        self._bytes = dict(zip(forms, pieces, strict=True))
+        # Scales stay bytes, which need not be aligned.
+        self._parts = {
+            name: piece.view(DTYPES[form.dtype]).view(form.shape)
+            if form.dtype == side.storage.dtype
+            else piece
+            for (name, form), piece in zip(forms.items(), pieces, strict=True)
+        }
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put a layer, each ``[T, H, D]`` of any float dtype, in its place; layers come in order.
+
+        Raises NonFinite when it holds what it must not, or is not complete.
+        """
+        side, parts = self._side, self._parts
+        self._poison(layer)
+        if side.storage.eight_bits:
+            stored = [quantize(states, side.storage) for states in (keys, values)]
+            keys, values = (one.numbers for one in stored)
+            for name, scale in zip(side.scale_names(layer), in_turn(stored), strict=True):
+                parts[name].copy_(scale.view(-1).view(torch.uint8))
+        write_layer(side.layout, parts, layer, keys, values, side.geometry)
+        scales = [parts[name].clone().view(torch.float32) for name in side.scale_names(layer)]
+        written = read_layer(side.layout, parts, layer, side.geometry)
+        if not all(map(_sound, (*written, *scales))):
+            raise NonFinite(f"target layer {layer} holds values that are not finite")
+
+    def final_bytes(self, layers: int) -> int:
+        """Bytes from the front that are final when so many layers are written."""
+        side = self._side
+        if side.layout is Layout.LMCACHE and layers < side.geometry.layers:
+            return 0  # one tensor, values after all keys
+        return side.nbytes * layers // side.geometry.layers
+
+    def _poison(self, layer: int) -> None:
+        """A layer's memory, just before it is written: until then it takes none."""
+        shared = self._side.layout is Layout.LMCACHE and layer > 0
+        numbers = () if shared else tensor_names(self._side.layout, layer)
+        for name in (*numbers, *self._side.scale_names(layer)):
+            int8 = self._parts[name].dtype == torch.int8
+            self._bytes[name].fill_(INT8_POISON if int8 else POISON)
+
+
+def _sound(tensor: Tensor) -> bool:
+    """Whether all of it was written and is finite."""
+    if tensor.dtype == torch.int8:
+        return int(tensor.amin()) >= -INT8_LARGEST
+    extremes = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return all(math.isfinite(float(extreme)) for extreme in extremes)
