@@ -79,12 +79,11 @@ class Loads:
                 return None
             self._refuse(request, "deadline")
             return 0
-        try:
-            ready = request.translation.result()
-        except Exception as error:
+        error = request.translation.exception()
+        if error is not None:
             self._refuse(request, _reason(error))
             return 0
-        whole = self._whole_blocks(ready, request)
+        whole = self._whole_blocks(request.translation.result(), request)
         if whole <= computed:
             self._refuse(request, "nothing_to_load")
             return 0
@@ -149,7 +148,7 @@ class Loads:
             self._threads.submit(self._release, translation.result().leased)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, NotLoaded):
         return error.reason
     log.error("kvt: a translation failed: %s", type(error).__name__, exc_info=error)
