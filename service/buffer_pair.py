@@ -24,6 +24,7 @@ from torch import Tensor
 from mappers.errors import KVTranslatorError
 from mappers.layouts import Geometry
 from mappers.stored import AnyCache
+from service.allocators import Kind, Memory
 from service.answer import (
     BadAnswer,
     OnLayer,
@@ -33,9 +34,9 @@ from service.answer import (
     refusal,
     translated_in,
 )
-from service.buffer_socket import fetch
+from service.buffer_socket import fetch, fetch_slice
 from service.coming import Coming
-from service.memfd import SharedMemory
+from service.cuda_ipc import open_slice
 from service.schemas import BufferInfo, MapperList, SideInfo, TranslateRequest
 from service.side import Side
 from service.upload import Upload
@@ -62,17 +63,18 @@ class Held:
     """A lease that is mapped here."""
 
     id: str
-    memory: SharedMemory
+    memory: Memory
     ttl_seconds: float
     used_seconds: float
 
 
 class BufferPair:
     """For one translation at a time. ``socket``: where the service's socket is for this process, if
-    that is not where the service says (another mount)."""
+    that is not where the service says (another mount). ``kind``: cuda, where caches lie on a GPU
+    that client and service share, and the service leases memory of it."""
 
-    def __init__(self, socket: str | None = None) -> None:
-        self._socket = socket
+    def __init__(self, socket: str | None = None, kind: Kind = "host") -> None:
+        self._socket, self._kind = socket, kind
         self._held: dict[Role, Held] = {}
         self._targets: dict[tuple[str, str], SideInfo] = {}
         self._given_up = False
@@ -157,7 +159,7 @@ class BufferPair:
             lease_id = self._held.pop(role).id
             held = None  # unmapped first: the memory counts until it is
             yield Ask("DELETE", f"/buffers/{lease_id}")
-        response = yield Ask("POST", "/buffers", {"nbytes": nbytes})
+        response = yield Ask("POST", "/buffers", {"nbytes": nbytes, "kind": self._kind})
         info = self._granted(response)
         if info is None:
             return None
@@ -219,11 +221,17 @@ def fill(memory: Tensor, tensors: tuple[Tensor, ...]) -> None:
             part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
         else:
             part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    if memory.is_cuda:  # another process reads it, which no stream of ours makes wait
+        torch.cuda.synchronize(memory.device)
 
 
-def _fetched(socket: str, info: BufferInfo) -> SharedMemory | KVTranslatorError:
+def _fetched(socket: str, info: BufferInfo) -> Memory | KVTranslatorError:
+    memory: Memory
     try:
-        memory = fetch(socket, info.id, info.nbytes)
+        if info.kind == "cuda":
+            memory = fetch_slice(socket, info.id, info.nbytes, open_slice)
+        else:
+            memory = fetch(socket, info.id, info.nbytes)
     except KVTranslatorError as error:
         return error
     memory.close()

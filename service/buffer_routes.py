@@ -48,11 +48,13 @@ async def release(
 
 
 def _info(service: Service, buffers: Buffers, leased: Lease) -> BufferInfo:
+    in_file = leased.nbytes if leased.kind == "host" else 0
     return BufferInfo(
         id=leased.id,
+        kind=leased.kind,
         nbytes=leased.nbytes,
-        file_bytes=file_bytes(leased.nbytes),
-        progress_offset=progress_offset(leased.nbytes),
+        file_bytes=file_bytes(in_file),
+        progress_offset=progress_offset(in_file),
         expires_seconds=buffers.left_seconds(leased),
         ttl_seconds=service.settings.buffer_seconds,
         in_use=leased.in_use,

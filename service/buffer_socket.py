@@ -22,6 +22,7 @@ import structlog
 
 from mappers.errors import KVTranslatorError
 from service.buffers import Buffers
+from service.device_pool import Opener, Slice, opened
 from service.errors import CODES, Problem
 from service.lease import LEASE_ID
 from service.logs import described
@@ -31,7 +32,7 @@ log = structlog.get_logger("service.buffer_socket")
 
 ID_BYTES = 32
 OK = b"ok"
-REPLY_BYTES = 64
+REPLY_BYTES = 512
 MESSAGE_SECONDS = 2.0
 CONNECTIONS_A_USER = 16
 BACKLOG = 64
@@ -140,6 +141,23 @@ class BufferSocket:
 
 def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
     """The client's end: the memory of its lease. Raises NotHandedOver, or BadMemory."""
+    descriptor, _ = _handed_over(path, lease_id)
+    return attach(descriptor, nbytes)
+
+
+def fetch_slice(path: str, lease_id: str, nbytes: int, opener: Opener) -> Slice:
+    """The same of a lease of a device's memory, which ``opener`` opens."""
+    descriptor, where = _handed_over(path, lease_id)
+    page = attach(descriptor, 0)
+    try:
+        return opened(where, page, nbytes, opener)
+    except BaseException:
+        page.close()
+        raise
+
+
+def _handed_over(path: str, lease_id: str) -> tuple[int, bytes]:
+    """The one descriptor, and what was said with it. Raises NotHandedOver."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(CLIENT_SECONDS)
@@ -148,8 +166,8 @@ def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
             message, descriptors, flags = _received(connection)
     except OSError as error:
         raise NotHandedOver(f"the socket of the buffers: {_why(error)}") from error
-    if message == OK and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
-        return attach(descriptors[0], nbytes)
+    if message.startswith(OK) and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:
+        return descriptors[0], message.removeprefix(OK)
     for descriptor in descriptors:
         os.close(descriptor)
     refusal = message.decode("ascii", "replace")

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 
 from mappers.errors import KVTranslatorError
 from mappers.stored import AnyCache
+from service.allocators import Kind
 from service.answer import (
     BadAnswer,
     OnLayer,
@@ -114,10 +115,11 @@ class Client:
         return _checked(outcome, strict)
 
     @contextlib.contextmanager
-    def buffers(self, *, socket: str | None = None) -> Iterator[BufferPair]:
+    def buffers(self, *, socket: str | None = None, kind: Kind = "host") -> Iterator[BufferPair]:
         """Shared memory for translations in this block, leased when first used, given back at the
-        end. ``socket`` overrides where the service says that its socket is."""
-        pair = BufferPair(socket)
+        end. ``socket`` overrides where the service says that its socket is; ``kind`` cuda: memory
+        of the GPU that both use."""
+        pair = BufferPair(socket, kind)
         try:
             yield pair
         finally:
@@ -276,9 +278,11 @@ class AsyncClient:
         return _checked(outcome, strict)
 
     @contextlib.asynccontextmanager
-    async def buffers(self, *, socket: str | None = None) -> AsyncIterator[BufferPair]:
+    async def buffers(
+        self, *, socket: str | None = None, kind: Kind = "host"
+    ) -> AsyncIterator[BufferPair]:
         """As ``Client.buffers``; copies and waiting are done on a thread."""
-        pair = BufferPair(socket)
+        pair = BufferPair(socket, kind)
         try:
             yield pair
         finally:

@@ -67,6 +67,9 @@ class Settings(BaseSettings, Policy):
     buffer_uids: tuple[int, ...] = Field((), description="Users who may ask, beside our own.")
     buffer_bytes: int = Field(32 * 1024 * MIB, ge=1, description="Memory for all buffers.")
     buffer_client_bytes: int = Field(16 * 1024 * MIB, ge=1, description="Most of it for a client.")
+    buffer_device_bytes: int | None = Field(
+        None, ge=1, description="Bytes of the GPU for buffers, held from the start; none: no such."
+    )
     buffer_seconds: float = Field(300, gt=0, description="A buffer that nobody uses ends then.")
     max_sessions: int = Field(100_000, ge=1, description="Sessions whose drift is remembered.")
     session_seconds: float = Field(86_400, gt=0, description="An idle session is forgotten.")
@@ -92,6 +95,12 @@ class Settings(BaseSettings, Policy):
     )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = Field(True, description="JSON lines; otherwise for people.")
+
+    @model_validator(mode="after")
+    def _a_gpu_for_its_buffers(self) -> Self:
+        if self.buffer_device_bytes is not None and self.device == "cpu":
+            raise ValueError("buffer_device_bytes: the device is cpu")
+        return self
 
     @model_validator(mode="after")
     def _policies_that_certify(self) -> Self:

@@ -5,21 +5,22 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from service.allocators import HostAllocator
+from service.allocators import Allocator, HostAllocator, Kind
 from service.buffer_socket import BufferSocket
 from service.buffers import Buffers
+from service.cuda_ipc import CudaPool
 from service.device import device_of
+from service.device_pool import PoolAllocator
 from service.metrics import Metrics
 from service.settings import Settings
 
 
 class Sharing:
-    """Both for one application; ``path`` is the socket's. Raises SocketError."""
+    """Both for one application; ``path`` is the socket's. Raises SocketError, CudaError."""
 
     def __init__(self, path: Path, settings: Settings, metrics: Metrics) -> None:
         self.path = path
-        host = HostAllocator(settings.buffer_bytes, device_of(settings.device))
-        self.buffers = Buffers(settings, metrics, {"host": host})
+        self.buffers = Buffers(settings, metrics, allocators_of(settings))
         self._socket = BufferSocket(path, self.buffers, settings.buffer_uids)
 
     @contextlib.asynccontextmanager
@@ -36,6 +37,16 @@ class Sharing:
             await asyncio.wait(tasks)
             self._socket.close()
             self.buffers.close()
+
+
+def allocators_of(settings: Settings) -> dict[Kind, Allocator]:
+    """Of the kinds that the settings ask for. Raises CudaError when the GPU has no memory."""
+    found: dict[Kind, Allocator] = {
+        "host": HostAllocator(settings.buffer_bytes, device_of(settings.device))
+    }
+    if settings.buffer_device_bytes is not None:
+        found["cuda"] = PoolAllocator(CudaPool(settings.device, settings.buffer_device_bytes))
+    return found
 
 
 def sharing_of(settings: Settings, metrics: Metrics) -> Sharing | None:

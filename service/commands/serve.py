@@ -135,6 +135,7 @@ _GROUPS = {
         "buffer_uids",
         "buffer_bytes",
         "buffer_client_bytes",
+        "buffer_device_bytes",
         "buffer_seconds",
     ),
     "Operation": ("admin_token", "log_level", "log_json", "drain_seconds", "drain_notice_seconds"),

@@ -34,19 +34,20 @@ class BufferAsk(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     nbytes: int = Field(ge=1, le=1 << 40, description="Bytes of data.")
-    kind: Literal["host"] = "host"
+    kind: Literal["host", "cuda"] = "host"
 
 
 class BufferInfo(BaseModel):
     """A lease. Its memory comes over the Unix socket ``socket``: connect (SOCK_SEQPACKET), send the
-    ``id``, receive ``ok`` and one descriptor of ``file_bytes`` bytes, and map it."""
+    ``id``, receive ``ok`` and one descriptor of ``file_bytes`` bytes, and map it. Of kind ``cuda``
+    the file has no data, and after ``ok`` a JSON document says what to open by CUDA IPC."""
 
     model_config = ConfigDict(frozen=True)
 
     id: BufferId
-    kind: Literal["host"] = "host"
+    kind: Literal["host", "cuda"] = "host"
     nbytes: int
-    file_bytes: int = Field(description="Size of the file: the data and one page.")
+    file_bytes: int = Field(description="Size of the file: the data, if it is there, and a page.")
     progress_offset: int = Field(
         description="Where a little-endian u64 says how many target layers are ready."
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from service.allocators import HostAllocator
+from service.allocators import HostAllocator, Memory
 from service.buffers import Buffers
 from service.device import Cpu, Device
 from service.memfd import SharedMemory, attach
@@ -33,7 +33,7 @@ class Leased(NamedTuple):
     """A lease as the service described it, and its memory as this process maps it."""
 
     info: Mapping[str, Any]
-    memory: SharedMemory
+    memory: Memory
 
     @property
     def id(self) -> str:
