@@ -19,6 +19,7 @@ from service.schemas import BufferId, Receipt
 
 KEY = "kvt"
 SALT_PREFIX = "kvt-"
+MAX_HOPS = 64
 
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -40,7 +41,7 @@ class Handle(_Said):
     tokens: Count
     seal_offset: int = Field(ge=0, le=1 << 40)
     ranks: int = Field(ge=1, le=1024)
-    hops: int = Field(ge=0, le=63)
+    hops: int = Field(ge=0, le=MAX_HOPS)
     source: IdentityClaim
 
 

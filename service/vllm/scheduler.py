@@ -11,7 +11,7 @@ from typing import Any
 from service.vllm.exports import Exports
 from service.vllm.jobs import Jobs
 from service.vllm.loads import Loads
-from service.vllm.params import KEY, Answered, Loaded, Params, is_translated, read_params
+from service.vllm.params import KEY, MAX_HOPS, Answered, Loaded, Params, is_translated, read_params
 
 log = logging.getLogger("vllm.kvt.scheduler")
 
@@ -102,7 +102,8 @@ def _params(request: Any) -> Params | None:
 
 
 def _hops(request: Any, params: Params) -> int | None:
-    """Translations that its KV has been through; None when nobody knows."""
+    """Translations that its KV has been through; None when nobody knows, or too many."""
     if not is_translated(request.cache_salt):
         return 0
-    return None if params.handle is None else params.handle.hops + 1
+    hops = MAX_HOPS if params.handle is None else params.handle.hops
+    return None if hops == MAX_HOPS else hops + 1

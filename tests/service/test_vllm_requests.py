@@ -1,0 +1,369 @@
+"""What requests of an engine are told: salts, handles, deadlines, refusals; no engine is needed."""
+
+import json
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mappers.identity import IdentityClaim
+from service.memfd import allocate
+from service.schemas import Receipt
+from service.vllm.counters import Counters
+from service.vllm.engine import Geometry
+from service.vllm.errors import NotLoaded
+from service.vllm.exports import Exports
+from service.vllm.link import Leased
+from service.vllm.loads import Loads
+from service.vllm.params import Handle, Params, allows, is_translated, read_params, salt
+from service.vllm.scheduler import SchedulerSide
+from service.vllm.seal import common_tokens, is_of
+from service.vllm.translating import Ready
+
+MAPPER, OTHER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+CLAIM = IdentityClaim(model="m", version="1", dtype="float32", rope_theta=10_000.0)
+BLOCK, PROMPT = 4, list(range(20))
+GEOMETRY = Geometry(
+    layers=2, kv_heads=2, head_dim=8, block_tokens=BLOCK, ranks=1, item_bytes=4, max_tokens=64
+)
+HANDLE = Handle(
+    buffer="0" * 32, nbytes=1000, tokens=20, seal_offset=0, ranks=1, hops=1, source=CLAIM
+)
+LEASE = f"{1:032x}"
+PARAMS = Params(handle=HANDLE, mapper=MAPPER)
+
+
+def receipt(tokens: int) -> Receipt:
+    """Of a translation of the first ``tokens``."""
+    return Receipt(
+        kl_bound=0.1, max_kl=0.2, risk="exceedance", alpha=0.1, delta=0.05, kl_clip=1.0, rows=60,
+        unproven=False, mapper="m", digest=MAPPER, tokens=tokens, start_position=0,
+        native_tail=20 - tokens, prefix_tokens=0, layout="NHD", block_tokens=None,
+        dtype="float32", guarantee="", token_ids_sha256=None,
+    )  # fmt: skip
+
+
+class Later(Executor):
+    """Runs nothing until it is told to, in order."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Any]] = []
+
+    def submit(self, work: Any, /, *given: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, lambda: work(*given, **named)))
+        return future
+
+    def run(self) -> None:
+        """What has been submitted, and what that submits."""
+        while self.waiting:
+            future, work = self.waiting.pop(0)
+            try:
+                future.set_result(work())
+            except NotLoaded as error:
+                future.set_exception(error)
+
+
+@dataclass
+class World:
+    """A service that answers as it is told, and a clock."""
+
+    ready_tokens: int = 17
+    common: int = 20
+    refusal: NotLoaded | None = None
+    now: float = 0.0
+    released: list[str] = field(default_factory=list)
+    later: Later = field(default_factory=Later)
+    counters: Counters = field(default_factory=Counters)
+    leases: int = 0
+
+    def lease(self, nbytes: int) -> Leased:
+        if self.refusal is not None:
+            raise self.refusal
+        self.leases += 1
+        return Leased(f"{self.leases:032x}", allocate(nbytes))
+
+    def release(self, leased: Leased) -> None:
+        leased.close()
+        self.released.append(leased.id)
+
+    def translate(self, params: Params, prompt: list[int], until_seconds: float) -> Ready:
+        return Ready(self.lease(4096), receipt(self.ready_tokens), self.common)
+
+    def loads(self) -> Loads:
+        return Loads(
+            self.translate, self.release, self.later, self.counters,
+            block_tokens=BLOCK, deadline_seconds=5.0, clock=lambda: self.now,
+        )  # fmt: skip
+
+    def exports(self) -> Exports:
+        return Exports(CLAIM, GEOMETRY, self, self.later, self.counters)  # type: ignore[arg-type]
+
+    def counted(self) -> dict[str, int]:
+        return {kind: requests for kind, (requests, _) in self.counters.take().items()}
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def begun(world: World, **params: Any) -> Loads:
+    loads = world.loads()
+    loads.begin("r", PARAMS.model_copy(update=params), PROMPT, salt(MAPPER, "s"))
+    return loads
+
+
+@pytest.mark.parametrize(
+    ("ready", "common", "computed", "expected"),
+    [
+        (17, 20, 0, 16),
+        (16, 20, 0, 16),
+        (15, 20, 0, 12),
+        (17, 9, 0, 8),  # another turn than the cache's
+        (20, 20, 0, 16),  # at least one token is read natively
+        (17, 20, 8, 8),  # what is in the engine's own cache under this salt
+        (17, 20, 16, 0),
+        (3, 20, 0, 0),
+    ],
+)
+def test_whole_blocks_of_what_is_translated_and_of_this_prompt(
+    world: World, ready: int, common: int, computed: int, expected: int
+) -> None:
+    world.ready_tokens, world.common = ready, common
+    loads = begun(world)
+    assert loads.matched("r", computed) is None
+    world.later.run()
+    assert loads.matched("r", computed) == expected
+
+
+def test_a_load_from_promise_to_release(world: World) -> None:
+    loads = begun(world)
+    world.later.run()
+    assert loads.matched("r", 4) == 12
+    assert loads.matched("r", 4) == 12  # the engine had no blocks
+    loads.allocated("r", [7, 5, 3, 9, 11], 12)
+    loads.allocated("r", [7, 5, 3, 9, 11], 0)
+    (job,) = loads.jobs()
+    assert (job.blocks, job.first_token, job.tokens) == ((5, 3, 9), 4, 17)
+    assert loads.jobs() == []
+    assert world.released == []
+    loads.done({"r"}, set())
+    world.later.run()
+    assert world.released == [LEASE]
+    assert loads.matched("r", 0) == 0  # preempted: computed again
+    said = loads.forget("r")
+    assert said is not None
+    assert said.model_dump()["tokens"] == 12
+    assert world.counted() == {"load loaded": 1}
+
+
+@pytest.mark.parametrize("reason", ["breaker_open", "unreachable", "identity_mismatch"])
+def test_any_other_answer_is_a_prefill(world: World, reason: str) -> None:
+    world.refusal = NotLoaded(reason)
+    loads = begun(world)
+    world.later.run()
+    assert loads.matched("r", 0) == 0
+    assert loads.matched("r", 0) == 0
+    assert loads.forget("r") is not None
+    assert world.counted() == {f"load {reason}": 1}
+
+
+def test_the_deadline_ends_the_waiting_and_what_comes_later_is_released(world: World) -> None:
+    loads = begun(world, deadline_seconds=2.0)
+    world.now = 1.9
+    assert loads.matched("r", 0) is None
+    world.now = 2.0
+    assert loads.matched("r", 0) == 0
+    world.later.run()
+    assert loads.matched("r", 0) == 0
+    loads.forget("r")
+    world.later.run()
+    assert world.released == [LEASE]
+    assert world.counted() == {"load deadline": 1}
+
+
+def test_a_load_that_failed_is_computed(world: World) -> None:
+    loads = begun(world)
+    world.later.run()
+    loads.allocated("r", [1, 2, 3, 4, 5], loads.matched("r", 0) or 0)
+    loads.done({"r"}, {"r"})
+    assert loads.matched("r", 0) == 0
+    assert world.counted() == {"load load_failed": 1}
+
+
+def test_an_aborted_request_keeps_its_memory_until_the_copy_has_ended(world: World) -> None:
+    loads = begun(world)
+    world.later.run()
+    loads.allocated("r", [1, 2, 3, 4, 5], loads.matched("r", 0) or 0)
+    loads.forget("r")
+    world.later.run()
+    assert world.released == []
+    loads.done({"r"}, set())
+    world.later.run()
+    assert world.released == [LEASE]
+
+
+@pytest.mark.parametrize(
+    "given", [None, "mine", salt(OTHER), salt(MAPPER) + "0", f"x{salt(MAPPER)}", MAPPER]
+)
+def test_without_a_salt_that_names_the_mapper_nothing_is_loaded(
+    world: World, given: str | None
+) -> None:
+    loads = world.loads()
+    loads.begin("r", PARAMS, PROMPT, given)
+    assert world.later.waiting == []
+    assert loads.matched("r", 0) == 0
+    assert world.counted() == {"load no_salt": 1}
+
+
+def test_salts() -> None:
+    assert allows(salt(MAPPER), MAPPER)
+    assert allows(salt(MAPPER, "s"), MAPPER)
+    assert not allows(salt(MAPPER), None)
+    assert is_translated(salt(OTHER))
+    assert not is_translated("mine")
+    assert len(salt(MAPPER, "s" * 32)) <= 128  # vLLM's limit
+
+
+def test_an_export_from_arrival_to_handle(world: World) -> None:
+    exports = world.exports()
+    exports.begin("r", 24, 0)
+    world.later.run()
+    ids = list(range(50, 60))
+    handle = exports.finish("r", ids, [4, 2, 6, 8], whole=True)
+    assert handle is not None
+    assert (handle.tokens, handle.hops, handle.source) == (10, 0, CLAIM)
+    (job,) = exports.jobs()
+    assert job.blocks == (4, 2, 6)
+    memory = job.memory.open().data
+    assert is_of(memory, handle.seal_offset, CLAIM)
+    assert common_tokens(memory, handle.seal_offset, 10, ids) == 10
+    exports.done({"r"})
+    with pytest.raises(FileNotFoundError):
+        job.memory.open()
+    assert world.counted() == {"export exported": 1}
+
+
+def test_an_export_has_no_more_than_there_is_room_for(world: World) -> None:
+    exports = world.exports()
+    exports.begin("r", 6, 0)
+    world.later.run()
+    handle = exports.finish("r", list(range(10)), [4, 2, 6], whole=True)
+    assert handle is not None
+    assert handle.tokens == 6
+    assert exports.jobs()[0].blocks == (4, 2)
+
+
+def test_no_lease_no_handle(world: World) -> None:
+    world.refusal = NotLoaded("buffer_budget")
+    exports = world.exports()
+    exports.begin("refused", 6, 0)
+    world.later.run()
+    exports.begin("late", 6, 0)
+    world.refusal = None
+    assert exports.finish("refused", [1, 2], [4], whole=True) is None
+    assert exports.finish("late", [1, 2], [4], whole=True) is None
+    assert exports.finish("never asked", [1, 2], [4], whole=True) is None
+    assert exports.jobs() == []
+    world.later.run()
+    assert world.released == [LEASE]
+    assert world.counted() == {"export buffer_budget": 1, "export lease_too_late": 1}
+
+
+def test_an_aborted_request_gives_its_lease_back(world: World) -> None:
+    exports = world.exports()
+    exports.begin("r", 6, 0)
+    world.later.run()
+    assert exports.finish("r", [1, 2], [4], whole=False) is None
+    world.later.run()
+    assert world.released == [LEASE]
+
+
+def request(params: object, **changes: Any) -> Any:
+    """vLLM's Request, as far as it is read."""
+    fields = {
+        "request_id": "r", "prompt_token_ids": PROMPT, "lora_request": None, "mm_features": [],
+        "max_tokens": 4, "cache_salt": None, "kv_transfer_params": params, "num_tokens": 24,
+        "num_computed_tokens": 23, "all_token_ids": list(range(24)),
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changes))
+
+
+def side(world: World) -> SchedulerSide:
+    return SchedulerSide(world.exports(), world.loads(), world.later, answer_tokens=1024)
+
+
+HOSTILE = [
+    None, [], "kvt", {}, {"kvt": None}, {"kvt": []}, {"kvt": {"export": "yes"}},
+    {"kvt": {"handle": {}}}, {"kvt": {"unknown": 1}}, {"kvt": {"export": True, "max_kl": "NaN"}},
+    {"kvt": {"deadline_seconds": -1}}, {"kvt": {"deadline_seconds": float("nan")}},
+    {"kvt": {"handle": HANDLE.model_dump() | {"buffer": "../../x"}}},
+    {"kvt": {"handle": HANDLE.model_dump() | {"tokens": 1 << 62}}}, {"kvt": {"mapper": b"x"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("params", HOSTILE)
+def test_what_is_not_understood_is_as_nothing(world: World, params: object) -> None:
+    scheduler = side(world)
+    asked = request(params, cache_salt=salt(MAPPER))
+    scheduler.new(asked)
+    assert scheduler.matched(asked, 0) == (0, False)
+    assert scheduler.finished(asked, [1, 2], whole=True) == (False, None)
+    assert world.later.waiting == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_request": "l"}, {"mm_features": ["image"]}, {"prompt_token_ids": None}]
+)
+def test_requests_whose_kv_is_not_of_their_tokens_alone(world: World, changes: Any) -> None:
+    scheduler = side(world)
+    asked = request({"kvt": PARAMS.model_dump(mode="json") | {"export": True}}, **changes)
+    scheduler.new(asked)
+    assert scheduler.matched(asked, 0) == (0, False)
+    assert world.later.waiting == []
+
+
+@pytest.mark.parametrize(
+    ("cache_salt", "handed", "hops"),
+    [(None, False, 0), ("mine", True, 0), (salt(MAPPER), True, 2), (salt(MAPPER), False, None)],
+)
+def test_hops_are_counted_and_kv_of_unknown_ones_is_not_exported(
+    world: World, cache_salt: str | None, handed: bool, hops: int | None
+) -> None:
+    scheduler = side(world)
+    said = PARAMS.model_dump(mode="json") if handed else {}
+    asked = request({"kvt": {**said, "export": True}}, cache_salt=cache_salt)
+    scheduler.new(asked)
+    world.later.run()
+    waits, answered = scheduler.finished(asked, list(range(6)), whole=True)
+    assert waits is (hops is not None)
+    handle = answered["kvt"]["handle"] if answered and waits else None
+    assert (handle and handle["hops"]) == hops
+    assert handle is None or handle["tokens"] == 23
+
+
+def test_kv_of_too_many_hops_is_not_exported(world: World) -> None:
+    scheduler = side(world)
+    handle = HANDLE.model_copy(update={"hops": 64})
+    said = Params(handle=handle, mapper=MAPPER, export=True).model_dump(mode="json")
+    asked = request({"kvt": said}, cache_salt=salt(MAPPER))
+    scheduler.new(asked)
+    world.later.run()
+    assert scheduler.finished(asked, list(range(6)), whole=True)[0] is False
+
+
+def test_what_an_engine_answers_is_what_another_reads(world: World) -> None:
+    scheduler = side(world)
+    asked = request({"kvt": {"export": True}})
+    scheduler.new(asked)
+    world.later.run()
+    answered = scheduler.finished(asked, list(range(6)), whole=True)[1]
+    assert answered is not None
+    handle = json.loads(json.dumps(answered))["kvt"]["handle"]
+    params = read_params({"kvt": {"handle": handle, "mapper": MAPPER}})
+    assert params is not None
+    assert params.handle is not None
+    assert params.handle.source == CLAIM
