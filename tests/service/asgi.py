@@ -11,6 +11,8 @@ from tests.service.pair import Request
 
 Message = dict[str, Any]
 
+CLIENT = ("127.0.0.1", 123)  # as httpx's own ASGI transport has it
+
 
 @dataclass
 class Answer:
@@ -77,6 +79,7 @@ async def post(
         "http_version": "1.1",
         "method": "POST",
         "scheme": "http",
+        "client": CLIENT,
         "path": "/translate",
         "raw_path": b"/translate",
         "root_path": "",

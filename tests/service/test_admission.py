@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ from service.worker import Worker
 from tests.service.asgi import Answer, Message, post
 from tests.service.pair import good
 from tests.service.reporting import BREAKS, Clock
+from tests.service.sharing import fetched
 from tests.service.test_faults import counted, run
 
 TOKENS, ANSWERED = 32, 31
@@ -64,8 +66,9 @@ async def busy(app: FastAPI) -> AsyncIterator[threading.Event]:
 
 async def queued(app: FastAPI, count: int) -> None:
     """Until so many translations wait for the device."""
-    while service_of(app).worker.turns.waiting != count:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(20):
+        while service_of(app).worker.turns.waiting != count:
+            await asyncio.sleep(0.001)
 
 
 def nothing_held(service: Service) -> bool:
@@ -307,6 +310,27 @@ class TestLeaving:
                 assert nothing_held(service_of(app))
 
         assert counted(run(settings, test)) == {("disconnected", "client_disconnect"): 1}
+
+    def test_its_leases_are_free_at_once(self, settings: Settings, tmp_path: Path) -> None:
+        async def test(app: FastAPI) -> None:
+            async with http(app) as client, busy(app):
+                document, leases, mapped = dict(good().document), [], []
+                for side in ("source", "target"):
+                    lease = (await client.post("/buffers", json={"nbytes": 1 << 16})).json()
+                    document[side] = {**document[side], "buffer": lease["id"]}
+                    leases.append(f"/buffers/{lease['id']}")
+                    mapped.append(await asyncio.to_thread(fetched, lease))
+                leave, parts = asyncio.Event(), [json.dumps(document).encode()]
+                kind = {"content-type": "application/json"}
+                asked = asyncio.create_task(post(app, good(), leave=leave, parts=parts, **kind))
+                await queued(app, 1)
+                assert [(await client.delete(path)).status_code for path in leases] == [409, 409]
+                leave.set()
+                assert (await asked).status == 499
+                assert nothing_held(service_of(app))
+                assert [(await client.delete(path)).status_code for path in leases] == [204, 204]
+
+        run(settings.model_copy(update={"buffers": tmp_path / "s"}), test)
 
     def test_a_place_of_a_half_open_breaker_is_free_again(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
