@@ -3,6 +3,7 @@
 To the source, with a request:  ``{"export": true}``. Its answer has a ``handle``.
 To the target, with a request:  that ``handle``, the ``mapper`` of the plan, limits; and a
 ``cache_salt`` that names the same mapper. Its answer says what was ``loaded``, or ``refused``.
+Later requests to it under that salt, which meet those blocks again, say their ``hops``.
 
 They come from whoever can reach the engine, so nothing that they say may end it: what is not
 understood is the same as nothing.
@@ -46,11 +47,13 @@ class Handle(_Said):
 
 
 class Params(_Said):
-    """Of one request. ``deadline_seconds`` can only shorten the connector's own."""
+    """Of one request. ``deadline_seconds`` can only shorten the connector's own; ``hops``, for a
+    request without a handle: translations that KV under its salt has been through."""
 
     export: bool = False
     handle: Handle | None = None
     mapper: Digest | None = None
+    hops: Annotated[int, Field(ge=0, le=MAX_HOPS)] | None = None
     max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_native_tail: int | None = Field(None, ge=0)
     domain: Word | None = None

@@ -105,5 +105,6 @@ def _hops(request: Any, params: Params) -> int | None:
     """Translations that its KV has been through; None when nobody knows, or too many."""
     if not is_translated(request.cache_salt):
         return 0
-    hops = MAX_HOPS if params.handle is None else params.handle.hops
-    return None if hops == MAX_HOPS else hops + 1
+    if params.handle is None:
+        return params.hops
+    return params.handle.hops + 1 if params.handle.hops < MAX_HOPS else None

@@ -345,6 +345,16 @@ def test_hops_are_counted_and_kv_of_unknown_ones_is_not_exported(
     assert handle is None or handle["tokens"] == 23
 
 
+def test_a_later_request_under_a_salt_says_its_hops(world: World) -> None:
+    scheduler = side(world)
+    asked = request({"kvt": {"export": True, "hops": 3}}, cache_salt=salt(MAPPER))
+    scheduler.new(asked)
+    world.later.run()
+    answered = scheduler.finished(asked, list(range(6)), whole=True)[1]
+    assert answered is not None
+    assert answered["kvt"]["handle"]["hops"] == 3
+
+
 def test_kv_of_too_many_hops_is_not_exported(world: World) -> None:
     scheduler = side(world)
     handle = HANDLE.model_copy(update={"hops": 64})
