@@ -5,6 +5,7 @@ from collections.abc import Callable
 import typer
 
 from service.commands.demo import demo
+from service.commands.doctor import doctor
 from service.commands.evaluate import evaluate
 from service.commands.exits import OneLineErrors
 from service.commands.fit import fit
@@ -30,7 +31,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use": (demo, serve, translate),
     "Make": (fit, evaluate),
-    "Look at": (inspect, verify),
+    "Look at": (doctor, inspect, verify),
     "Exchange": (export, import_),
 }
 for _panel, _commands in _PANELS.items():

@@ -36,6 +36,7 @@ COMMANDS = (
     "translate",
     "fit",
     "evaluate",
+    "doctor",
     "inspect",
     "verify",
     "export",
