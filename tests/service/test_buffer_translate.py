@@ -338,7 +338,7 @@ class TestLeases:
             {"nbytes": 1 << 63},
             {"nbytes": 1 << 64},
             {"nbytes": True},
-            {"nbytes": 1, "kind": "cuda"},
+            {"nbytes": 1, "kind": "disk"},
             {"nbytes": 1, "name": "/x"},
         ],
     )

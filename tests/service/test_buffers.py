@@ -320,6 +320,7 @@ class TestEnded:
         def full(*_: object) -> None:
             raise OSError("CUDA error 2")
 
+        gc.collect()  # what other tests have left
         before, device = len(os.listdir("/proc/self/fd")), Registering()
         monkeypatch.setattr(device, "pin", full)
         registering = books(Settings(buffers=Path("unused")), clock, device)
