@@ -35,6 +35,8 @@ ENV PATH=/opt/kvt/bin:$PATH \
     KVT_METRICS_PORT=9090
 # Where a volume for KVT_STATE goes: a new one takes over this owner.
 RUN install -d -o 10001 -g 10001 -m 700 /state
+# And for the socket of KVT_BUFFERS: others pass through, the service alone writes.
+RUN install -d -o 10001 -g 10001 -m 711 /run/kvt
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8080 9090

@@ -112,6 +112,50 @@ def test_the_cuda_file_only_adds_to_the_service() -> None:
     assert Settings(device=added["kvt"]["environment"]["KVT_DEVICE"]).device == "cuda"
 
 
+class TestSharedMemory:
+    COMPOSE: Any = read("compose.buffers.yaml")
+
+    def settings(self, monkeypatch: pytest.MonkeyPatch) -> Settings:
+        for name, value in self.COMPOSE["services"]["kvt"]["environment"].items():
+            monkeypatch.setenv(name, value)
+        return Settings()
+
+    def test_both_see_the_folder_of_the_socket_and_one_writes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        socket = self.settings(monkeypatch).buffers
+        assert socket is not None
+        [ours], [theirs] = (self.COMPOSE["services"][name]["volumes"] for name in ("kvt", "engine"))
+        name, _, mounted = ours.partition(":")
+        assert (mounted, theirs) == (str(socket.parent), f"{ours}:ro")
+        assert name in self.COMPOSE["volumes"]
+        user = re.findall(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)[-1]
+        assert f"install -d -o {user} -g {user} -m 711 {mounted}\n" in DOCKERFILE
+
+    def test_the_engines_user_may_ask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        user = self.COMPOSE["services"]["engine"]["user"].partition(":")[0]
+        assert int(user) in self.settings(monkeypatch).buffer_uids
+
+    def test_all_memory_fits_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = self.settings(monkeypatch)
+        assert settings.host_memory is not None
+        most = settings.buffer_bytes + settings.host_memory + settings.max_inflight_bytes
+        limit = int(self.COMPOSE["services"]["kvt"]["mem_limit"].removesuffix("g")) << 30
+        assert most <= limit - (2 << 30), "python, torch, and what is not counted"
+
+    def test_it_adds_no_rights(self) -> None:
+        base = read("compose.yaml")["services"]["kvt"]
+        for service in self.COMPOSE["services"].values():
+            rights = {"privileged", "ipc", "shm_size", "pid", "cap_add", "network_mode"}
+            assert not rights & (service.keys() | base.keys())
+            assert not {"read_only", "cap_drop", "security_opt"} & service.keys()
+
+    def test_its_metric_exists(self) -> None:
+        named = re.findall(r"`(kvt_buffer_\w+)`", (DEPLOY / "README.md").read_text())
+        assert named
+        assert set(named) <= exported_names()
+
+
 def test_rules_read_metrics_that_the_service_exports() -> None:
     used = {name for rule in rules() for name in re.findall(r"(?<!:)\bkvt_\w+", rule["expr"])}
     assert "kvt_translations_total" in used
