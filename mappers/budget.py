@@ -154,16 +154,16 @@ def _ways(
     What errors cost is a matter of the target: one choice of reads serves to weigh for all.
     """
     weigh = weigher(plan, source, target, corpus, sums, progress=progress)
+    search = HeadSearch(sums, plan.k, plan.ridge)
     worth: Tensor | None = None
     for share in get_args(Share):
         shared = plan.model_copy(update={"budget": None, "share": share})
-        search = HeadSearch(sums, plan.ridge, share)
-        paths = search.paths(plan.k)
+        paths = search.paths(share)
         even = paths.even(plan.k)
         if worth is None:
             worth = weigh(paths.reads(even), paths.explained(even))
         for spread in SPREADS:
-            paths, counts = search.spread(paths, plan.k, worth, times=spread)
+            paths, counts = search.spread(paths, share, worth, times=spread)
             yield shared.model_copy(update={"spread": spread}), paths.reads(counts)
 
 

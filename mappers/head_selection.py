@@ -21,6 +21,8 @@ from mappers.moments import Moments, PairMoments
 
 Share = Literal["head", "layer"]
 """Who shares a choice of heads: all target heads of a layer, or nobody, each having its own."""
+POOL = 4
+"""A target head that chooses for itself does so among so many times m heads."""
 ROWS_AN_INPUT = 8
 """Where reads are spread, no layer gets so many that there would be fewer."""
 
@@ -72,62 +74,79 @@ class HeadPaths:
 
 
 class HeadSearch:
-    """Chooses heads for the keys or the values of one target layer after the other.
+    """Chooses on average m heads for the keys and for the values of every target layer.
 
-    ``lags``: the farthest that may be read; all that the ``joint`` moments have if None. What it
-    finds raises SingularSystem where heads depend linearly on others and there is no ridge.
+    Where each target head has its own choice, it chooses among the first ``POOL`` times m of what
+    its layer as a whole would read: of all heads the search would take as many times as long as
+    there are target heads, and explain no more. ``lags``: the farthest that may be read; all that
+    the ``joint`` moments have if None. What it finds raises SingularSystem where heads depend
+    linearly on others and there is no ridge.
     """
 
     def __init__(
-        self, moments: PairMoments, ridge: float, share: Share, *, lags: int | None = None
+        self, moments: PairMoments, m: int, ridge: float, *, lags: int | None = None
     ) -> None:
         geometry = moments.geometry
         lags = moments.lags if lags is None else lags
-        self._moments, self._share = moments, share
+        self._moments, self._m = moments, m
         self._candidates = (lags + 1) * heads_of_a_token(geometry)
-        self._inputs = self._candidates * geometry.source_dim
-        gram = moments.keys.gram[0, : self._inputs, : self._inputs]
+        inputs = self._candidates * geometry.source_dim
+        gram = moments.keys.gram[0, :inputs, :inputs]
         self._gram: Penalised = penalised(gram, geometry.source_dim, ridge)
+        self._found: dict[int, Path] = {}
 
-    def paths(self, longest: int) -> HeadPaths:
-        """Choices of ``longest`` heads, or of all where that is more than there are."""
+    def paths(self, share: Share) -> HeadPaths:
+        """Choices of m heads."""
         geometry = self._moments.geometry
-        paths = tuple(self._path(place, longest) for place in range(2 * geometry.target_layers))
+        places = range(2 * geometry.target_layers)
+        paths = tuple(self._path(place, self._m, share) for place in places)
         return HeadPaths(paths, geometry.target_heads, geometry.source_dim, self._moments.count)
 
     def spread(
-        self, paths: HeadPaths, m: int, worth: Tensor, *, times: int
+        self, paths: HeadPaths, share: Share, worth: Tensor, *, times: int
     ) -> tuple[HeadPaths, list[int]]:
         """``HeadPaths.spread``, with paths that are followed just as far as they are used.
 
-        That gives the counts of paths that are all followed to the end: what a path gains beyond
-        the reads that are worth taking decides nothing.
+        What a path gains beyond the reads that are worth taking decides nothing.
         """
-        reach, counts = 1, paths.even(m)
+        reach, counts = 1, paths.even(self._m)
         while reach < times:
             reach = min(2 * reach, times)
-            paths = self._followed(paths, counts, reach * m)
-            counts = paths.spread(m, worth, times=reach)
+            found = tuple(
+                self._path(place, reach * self._m, share) if count == len(own[0].blocks) else own
+                for place, (own, count) in enumerate(zip(paths.paths, counts, strict=True))
+            )
+            paths = replace(paths, paths=found)
+            counts = paths.spread(self._m, worth, times=reach)
         return paths, counts
 
-    def _followed(self, paths: HeadPaths, counts: Sequence[int], longest: int) -> HeadPaths:
-        """Those of which every step is taken, to ``longest``; the others as they are."""
-        found = tuple(
-            self._path(place, longest) if count == len(own[0].blocks) < longest else own
-            for place, (own, count) in enumerate(zip(paths.paths, counts, strict=True))
-        )
-        return replace(paths, paths=found)
-
-    def _path(self, place: int, longest: int) -> tuple[Path, ...]:
-        layer, kind = divmod(place, 2)
-        moments, steps = self._moments, min(longest, self._candidates)
-        part = (moments.keys, moments.values)[kind]
-        whole = unit_heads(moments, part, 0, layer)[: self._inputs]
-        choices = moments.geometry.target_heads if self._share == "head" else 1
+    def _path(self, place: int, longest: int, share: Share) -> tuple[Path, ...]:
+        steps = min(longest, self._candidates)
+        if share == "layer":
+            return (self._of_layer(place, steps),)
+        pool = sorted(self._of_layer(place, min(POOL * self._m, self._candidates)).blocks)
+        steps = min(steps, len(pool))
+        gram = _only(self._gram, pool)
         return tuple(
-            forward([System(self._gram, wanted, steps)], steps)
-            for wanted in whole.chunk(choices, dim=1)
+            _renumbered(forward([System(gram, wanted, steps)], steps), pool)
+            for wanted in self._wanted(place)[pool].chunk(self._moments.geometry.target_heads, 2)
         )
+
+    def _of_layer(self, place: int, steps: int) -> Path:
+        """The choice that all heads of a layer share; the longest so far is kept."""
+        found = self._found.get(place)
+        if found is None or len(found.blocks) < steps:
+            found = forward([System(self._gram, self._wanted(place), steps)], steps)
+            self._found[place] = found
+        return Path(found.blocks[:steps], found.gains[:steps])
+
+    def _wanted(self, place: int) -> Tensor:
+        """``unit_heads`` of keys or values of a layer, by candidate: ``[N, D, H_t * D_t]``."""
+        layer, kind = divmod(place, 2)
+        part = (self._moments.keys, self._moments.values)[kind]
+        size = self._moments.geometry.source_dim
+        wanted = unit_heads(self._moments, part, 0, layer)[: self._candidates * size]
+        return wanted.view(self._candidates, size, -1)
 
 
 def unit_heads(moments: PairMoments, part: Moments, group: int, layer: int) -> Tensor:
@@ -142,3 +161,12 @@ def unit_heads(moments: PairMoments, part: Moments, group: int, layer: int) -> T
 
 def _first(paths: Sequence[Path], steps: int) -> Heads:
     return tuple(tuple(sorted(path.blocks[:steps])) for path in paths)
+
+
+def _only(of: Penalised, blocks: Sequence[int]) -> Penalised:
+    chosen = torch.tensor(blocks)
+    return Penalised(of.gram[chosen][:, :, chosen].contiguous(), of.added[chosen])
+
+
+def _renumbered(path: Path, blocks: Sequence[int]) -> Path:
+    return Path(tuple(blocks[number] for number in path.blocks), path.gains)

@@ -73,12 +73,12 @@ def select(
     r2_keys, r2_values = layer_r2(moments, ridge)
     reads: tuple[Reads, ...]
     if joint:
-        search = HeadSearch(moments, ridge, share, lags=lags)
-        paths = search.paths(k)
+        search = HeadSearch(moments, k, ridge, lags=lags)
+        paths = search.paths(share)
         counts = paths.even(k)
         if spread > 1 and weigh is not None:
             worth = weigh(paths.reads(counts), paths.explained(counts))
-            paths, counts = search.spread(paths, k, worth, times=spread)
+            paths, counts = search.spread(paths, share, worth, times=spread)
         reads = paths.reads(counts)
     elif method == "greedy":
         reads = _greedy_layers(moments, k, ridge)

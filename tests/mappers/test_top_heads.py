@@ -7,7 +7,7 @@ from torch import Tensor
 from mappers.cache import KVCache
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry
-from mappers.head_selection import HeadSearch, Share
+from mappers.head_selection import POOL, HeadSearch, Share
 from mappers.mapper import HeadReads, Mapper, layers_of
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
@@ -148,16 +148,31 @@ def test_paths_that_are_followed_where_they_are_used_give_what_whole_paths_give(
     heads = (heads_of(source).transpose(0, 1).flatten(1) @ mixed).view(4, 2, TOKENS, 6)
     keys, values = heads.transpose(1, 2).chunk(2)
     moments.add_window(source, KVCache(tuple(keys), tuple(values), source.positions))
-    search = HeadSearch(moments, 1e-4, share)
-    whole = search.paths(2 * times)
+    whole = HeadSearch(moments, 3 * times, 1e-4).paths(share)
+    search = HeadSearch(moments, 3, 1e-4)
     found = set()
     for seed in range(10):
         worth = torch.rand(4, generator=torch.Generator().manual_seed(seed)) ** 4
-        paths, counts = search.spread(search.paths(2), 2, worth, times=times)
-        assert counts == whole.spread(2, worth, times=times)
+        paths, counts = search.spread(search.paths(share), share, worth, times=times)
+        assert counts == whole.spread(3, worth, times=times)
         assert paths.reads(counts) == whole.reads(counts)
-        assert sum(counts) == 2 * 4
+        assert sum(counts) == 3 * 4
         found.add(tuple(counts))
     # Some are followed to the end, and not all: some are read less than evenly.
-    assert max(map(max, found)) > 2 * (times // 2)
-    assert min(map(min, found)) < 2
+    assert max(map(max, found)) > 3 * (times // 2)
+    assert min(map(min, found)) < 3
+
+
+def test_a_head_chooses_among_what_its_layer_would_read() -> None:
+    moments = PairMoments(GEOMETRY, "joint")
+    source = random_cache(3, TOKENS, 2, 4, seed=1)
+    moments.add_window(source, target_of(source, noise=0.5))
+    own, shared = (HeadSearch(moments, 1, 1e-4).paths(share) for share in ("head", "layer"))
+    pools = [paths.blocks for (paths,) in HeadSearch(moments, POOL, 1e-4).paths("layer").paths]
+    for place, ((whole,), pool) in enumerate(zip(shared.paths, pools, strict=True)):
+        assert pool[:1] == whole.blocks
+        asked = READS[place // 2][place % 2]
+        # Both layers' targets are made of four heads, which are the first that a layer finds.
+        assert set(pool) == {head for heads in asked for head in heads}
+        for path, heads in zip(own.paths[place], asked, strict=True):
+            assert path.blocks[0] in heads
