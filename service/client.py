@@ -39,6 +39,7 @@ from service.answer import (
     unreachable,
 )
 from service.buffer_pair import Ask, BufferPair, Steps
+from service.deadline import stated
 from service.feedback import FeedbackReceipt, Lists, posted_feedback
 from service.schemas import Health, Info, MapperList, Plan, Receipt, TranslateRequest
 from service.tail_feedback import Suffix, SuffixReceipt, posted_tail
@@ -91,6 +92,7 @@ class Client:
         probe: AnyCache | None = None,
         buffers: BufferPair | None = None,
         on_layer: OnLayer | None = None,
+        deadline_seconds: float | None = None,
         strict: bool = False,
     ) -> Outcome:
         """Send ``cache`` (source, [T, H_s, D_s] a layer), get the target's.
@@ -100,16 +102,20 @@ class Client:
         sharper, and those tokens of the answer are exactly these. With
         ``buffers`` it goes through shared memory where that can be had, and through the body where
         not. ``on_layer`` is called with each target layer as soon as it is here, while later ones
-        are computed. Raises LayoutError when ``request`` does not describe ``cache``; with
-        ``strict``, NotTranslated instead of returning Reprefill.
+        are computed. What would take longer than ``deadline_seconds`` is a Reprefill at once.
+        Raises LayoutError when ``request`` does not describe ``cache``; with ``strict``,
+        NotTranslated instead of returning Reprefill.
         """
         request = announcing(request, probe)
+        headers = stated(deadline_seconds)
         outcome: Outcome | None = None
         try:
             if buffers is not None:
-                outcome = self._through(buffers.translate(cache, request, probe, on_layer))
+                steps = buffers.translate(cache, request, probe, on_layer)
+                outcome = self._through(steps, headers)
             if outcome is None:
-                outcome = self._by_body(Upload.of(cache, request, probe), request, on_layer)
+                upload = Upload.of(cache, request, probe)
+                outcome = self._by_body(upload, request, on_layer, headers)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
@@ -127,16 +133,20 @@ class Client:
                 self._through(pair.release())
 
     def _by_body(
-        self, upload: Upload, request: TranslateRequest, on_layer: OnLayer | None
+        self,
+        upload: Upload,
+        request: TranslateRequest,
+        on_layer: OnLayer | None,
+        headers: dict[str, str],
     ) -> Outcome:
         digest = upload.digest_headers() if self._digest else {}
-        headers = {**_HEADERS, **upload.headers, **digest}
+        headers = {**_HEADERS, **upload.headers, **digest, **headers}
         with self._http.stream(
             "POST", "/translate", content=iter(upload), headers=headers
         ) as response:
             return self._read(response, request, on_layer)
 
-    def _through(self, steps: Steps[Result]) -> Result:
+    def _through(self, steps: Steps[Result], headers: dict[str, str] | None = None) -> Result:
         """Do what a generator asks for, until it has its result."""
         found: Any = None
         while True:
@@ -146,12 +156,12 @@ class Client:
                 result: Result = end.value
                 return result
             if isinstance(step, Ask):
-                found = self._ask(step)
+                found = self._ask(step, headers)
             else:
                 found = step()
 
-    def _ask(self, ask: Ask) -> httpx.Response:
-        send = partial(self._http.request, ask.method, ask.path, json=ask.document)
+    def _ask(self, ask: Ask, headers: dict[str, str] | None) -> httpx.Response:
+        send = partial(self._http.request, ask.method, ask.path, json=ask.document, headers=headers)
         if ask.meanwhile is None:
             return send()
         with ThreadPoolExecutor(1, "kvt-client") as pool:
@@ -263,16 +273,20 @@ class AsyncClient:
         probe: AnyCache | None = None,
         buffers: BufferPair | None = None,
         on_layer: OnLayer | None = None,
+        deadline_seconds: float | None = None,
         strict: bool = False,
     ) -> Outcome:
         """As ``Client.translate``."""
         request = announcing(request, probe)
+        headers = stated(deadline_seconds)
         outcome: Outcome | None = None
         try:
             if buffers is not None:
-                outcome = await self._through(buffers.translate(cache, request, probe, on_layer))
+                steps = buffers.translate(cache, request, probe, on_layer)
+                outcome = await self._through(steps, headers)
             if outcome is None:
-                outcome = await self._by_body(Upload.of(cache, request, probe), request, on_layer)
+                upload = Upload.of(cache, request, probe)
+                outcome = await self._by_body(upload, request, on_layer, headers)
         except httpx.HTTPError as error:
             outcome = unreachable(error)
         return _checked(outcome, strict)
@@ -290,16 +304,20 @@ class AsyncClient:
                 await self._through(pair.release())
 
     async def _by_body(
-        self, upload: Upload, request: TranslateRequest, on_layer: OnLayer | None
+        self,
+        upload: Upload,
+        request: TranslateRequest,
+        on_layer: OnLayer | None,
+        headers: dict[str, str],
     ) -> Outcome:
         digest = await asyncio.to_thread(upload.digest_headers) if self._digest else {}
-        headers = {**_HEADERS, **upload.headers, **digest}
+        headers = {**_HEADERS, **upload.headers, **digest, **headers}
         async with self._http.stream(
             "POST", "/translate", content=aiter(upload), headers=headers
         ) as response:
             return await self._read(response, request, on_layer)
 
-    async def _through(self, steps: Steps[Result]) -> Result:
+    async def _through(self, steps: Steps[Result], headers: dict[str, str] | None = None) -> Result:
         found: Any = None
         while True:
             try:
@@ -308,12 +326,12 @@ class AsyncClient:
                 result: Result = end.value
                 return result
             if isinstance(step, Ask):
-                found = await self._ask(step)
+                found = await self._ask(step, headers)
             else:
                 found = await asyncio.to_thread(step)
 
-    async def _ask(self, ask: Ask) -> httpx.Response:
-        send = self._http.request(ask.method, ask.path, json=ask.document)
+    async def _ask(self, ask: Ask, headers: dict[str, str] | None) -> httpx.Response:
+        send = self._http.request(ask.method, ask.path, json=ask.document, headers=headers)
         running = asyncio.ensure_future(send)
         try:
             while ask.meanwhile is not None and not running.done():

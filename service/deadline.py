@@ -9,6 +9,7 @@ from typing import Self
 from service.errors import Problem
 
 HEADER = "KVT-Deadline-Ms"
+MOST_SECONDS = 999_999
 _MILLISECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,3})?")
 
 
@@ -36,3 +37,12 @@ class Deadline:
     def left_seconds(self) -> float:
         """What is left of it; 0 or less when it is over."""
         return self._ends_seconds - self._clock()
+
+
+def stated(seconds: float | None) -> dict[str, str]:
+    """The header that says so, none for None. Raises ValueError for what is no time."""
+    if seconds is None:
+        return {}
+    if not 0 <= seconds < MOST_SECONDS:
+        raise ValueError(f"a deadline is from 0 to {MOST_SECONDS} seconds, not {seconds}")
+    return {HEADER: f"{seconds * 1000:.3f}"}

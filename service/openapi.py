@@ -8,6 +8,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from service import deadline
 from service.answers import SAFETENSORS
 from service.errors import CODES
 from service.feedback import Feedback
@@ -180,10 +181,20 @@ _TENSOR_CODES = (
     "internal_invariant",
 )
 
+_DEADLINE = {
+    "name": deadline.HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Milliseconds, from now on, that the caller waits for all to be computed: "
+    "would_miss_deadline as soon as it is known that it takes longer",
+    "schema": {"type": "number", "minimum": 0},
+}
+
 TRANSLATE: dict[str, Any] = {
     "response_model": None,
     "response_class": Response,
     "openapi_extra": {
+        "parameters": [_DEADLINE],
         "requestBody": {
             "required": True,
             "description": _BODY_TEXT,
@@ -192,7 +203,7 @@ TRANSLATE: dict[str, Any] = {
                 OCTETS: _binary(_BODY_EXAMPLE),
                 JSON: {"schema": _ref(BufferRequest), "example": _EXAMPLE_BUFFERS},
             },
-        }
+        },
     },
     "responses": {
         200: {
@@ -211,12 +222,15 @@ TRANSLATE: dict[str, Any] = {
 }
 PLAN: dict[str, Any] = {
     "openapi_extra": {
+        "parameters": [_DEADLINE],
         "requestBody": {
             "required": True,
             "content": {JSON: {"schema": _ref(TranslateRequest), "example": EXAMPLE_REQUEST}},
-        }
+        },
     },
-    "responses": _problems((*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, "layout_error")),
+    "responses": _problems(
+        (*_DOCUMENT_CODES, *_PAIR_CODES, *_MEDIA_CODES, "layout_error", "bad_request")
+    ),
 }
 FEEDBACK: dict[str, Any] = {
     "openapi_extra": {

@@ -74,7 +74,8 @@ class Turns:
             return sum(turn.left_seconds for turn in self._turns)
 
     def ahead_seconds(self, expected_seconds: float) -> float:
-        """How long a request of this prediction would wait if it came now and no more came."""
+        """How long a request of this prediction would wait if it came now and nobody came later; what
+        is still being sent counts as if it were there."""
         due = self._due(expected_seconds)
         with self._changed:
             return sum(turn.left_seconds for turn in self._turns if turn.due_seconds <= due)

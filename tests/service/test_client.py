@@ -59,9 +59,9 @@ def client(live: Live) -> Iterator[Client]:
 
 
 @asynccontextmanager
-async def in_process(artifacts: Path) -> AsyncIterator[AsyncClient]:
+async def in_process(artifacts: Path, **changes: Any) -> AsyncIterator[AsyncClient]:
     """The asynchronous client and the whole application in one event loop."""
-    app = create_app(Settings(artifacts=(artifacts,), shadow_rate=0))
+    app = create_app(Settings(artifacts=(artifacts,), shadow_rate=0, **changes))
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
@@ -101,6 +101,27 @@ class TestTranslate:
         assert (plan.decision, plan.native_tail) == ("translate", 1)
         assert [m.id for m in mappers.mappers] == info.mappers
         assert health.status == "ok"
+
+    def test_a_deadline_goes_with_either_way(self, artifacts: Path, tmp_path: Path) -> None:
+        async def exchange() -> list[Outcome]:
+            async with in_process(artifacts, buffers=tmp_path / "s") as running:
+                async with running.buffers() as shared:
+                    ways: list[dict[str, Any]] = [{}, {"buffers": shared}]
+                    return [
+                        await running.translate(cache(TOKENS), request(), deadline_seconds=d, **way)
+                        for way in ways
+                        for d in (0, 600)
+                    ]
+
+        outcomes = asyncio.run(exchange())
+        late = [o for o in outcomes if isinstance(o, Reprefill)]
+        assert [o.reason for o in late] == ["would_miss_deadline"] * 2
+        assert outcomes[::2] == late
+
+    @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
+    def test_a_deadline_that_is_no_time(self, client: Client, seconds: float) -> None:
+        with pytest.raises(ValueError, match="a deadline is"):
+            client.translate(cache(TOKENS), request(), deadline_seconds=seconds)
 
     def test_sixteen_bit_storage_and_strided_layers(self, client: Client) -> None:
         sent = cache(TOKENS, dtype="bfloat16")
