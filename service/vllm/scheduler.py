@@ -86,7 +86,7 @@ class SchedulerSide:
             loaded=said if isinstance(said, Loaded) else None,
             refused=None if isinstance(said, Loaded) else said,
         )
-        return handle is not None, {KEY: answered.model_dump(mode="json", exclude_none=True)}
+        return handle is not None, {KEY: answered.model_dump(mode="json")}
 
     def close(self) -> None:
         """The engine ends; what is under way ends by its own deadline."""

@@ -17,7 +17,7 @@ from service.vllm.errors import NotLoaded
 from service.vllm.exports import Exports
 from service.vllm.link import Leased
 from service.vllm.loads import Loads
-from service.vllm.params import Handle, Params, allows, is_translated, read_params, salt
+from service.vllm.params import Answered, Handle, Params, allows, is_translated, read_params, salt
 from service.vllm.scheduler import SchedulerSide
 from service.vllm.seal import common_tokens, is_of
 from service.vllm.translating import Ready
@@ -157,6 +157,8 @@ def test_a_load_from_promise_to_release(world: World) -> None:
     said = loads.forget("r")
     assert said is not None
     assert said.model_dump()["tokens"] == 12
+    answered = json.dumps(Answered(loaded=said).model_dump(mode="json"))  # type: ignore[arg-type]
+    assert Answered.model_validate(json.loads(answered), strict=False).loaded == said
     assert world.counted() == {"load loaded": 1}
 
 
