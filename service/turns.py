@@ -74,7 +74,7 @@ class Turns:
             return sum(turn.left_seconds for turn in self._turns)
 
     def ahead_seconds(self, expected_seconds: float) -> float:
-        """How long a request of this prediction would wait if it came now and nobody came later; what
+        """How long a request of this prediction would wait if it came now and nobody after it; what
         is still being sent counts as if it were there."""
         due = self._due(expected_seconds)
         with self._changed:

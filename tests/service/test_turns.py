@@ -220,6 +220,31 @@ def test_a_nudge_wakes_the_thread_that_serves() -> None:
     assert not thread.is_alive()
 
 
+def test_who_leaves_while_a_step_is_made_gets_no_other() -> None:
+    turns, made = Turns(lambda: 0.0), []
+
+    def leaving() -> Steps:
+        for number in range(3):
+            made.append(number)
+            turns.withdraw(turn)
+            assert not turn.ended.done(), "what the step uses is still needed"
+            yield None
+
+    turn = turns.promise(1.0)
+    turns.begin(turn, leaving())
+    assert turns.step()
+    assert isinstance(turn.ended.exception(), Cancelled)
+    assert not turns.step()
+    assert made == [0]
+
+
+def test_what_was_spent_is_not_expected_again() -> None:
+    device = Device([])
+    device.meet(Job(0, 10, [4.0, 9.0, 1.0]), leaves=False)
+    left = [device.turns.left_seconds() for _ in range(3) if device.turns.step()]
+    assert left == [6.0, 0.0, 0.0]
+
+
 def test_an_error_is_told_to_whoever_waits_and_nobody_else() -> None:
     turns = Turns(lambda: 0.0)
 
