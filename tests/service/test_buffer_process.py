@@ -13,9 +13,23 @@ import pytest
 import torch
 
 from mappers.layouts import Layout, write
+from mappers.quantize import Stored
+from service.client import Client, Translated
 from service.memfd import DESCRIPTORS, file_bytes
+from service.output import POISON
+from service.schemas import TranslateRequest
 from tests.service.live import LEAKS, Live, assert_problem, wait_until
-from tests.service.pair import Request, cache_of, claim, document, good, identity, mapper, publish
+from tests.service.pair import (
+    Request,
+    cache,
+    cache_of,
+    claim,
+    document,
+    good,
+    identity,
+    mapper,
+    publish,
+)
 from tests.service.sharing import Leased, Sharer, exchange
 from tests.service.sharing import write as write_into
 
@@ -69,6 +83,29 @@ def test_a_reader_sees_layers_as_they_are_ready(slow: Live) -> None:
     assert target.memory.ready_layers == 4
 
 
+@pytest.mark.parametrize("by_buffers", [True, False])
+def test_a_client_has_the_first_layer_while_the_last_is_computed(
+    slow: Live, by_buffers: bool
+) -> None:
+    told: list[tuple[int, float, torch.Tensor]] = []
+
+    def note(layer: int, keys: Stored, values: Stored) -> None:
+        in_flight = slow.metric("kvt_in_flight")
+        told.append((layer, in_flight, torch.stack([keys.numbers, values.numbers])))
+
+    asked = TranslateRequest.model_validate(good().document, strict=False)
+    with Client(f"http://127.0.0.1:{slow.port}") as client, client.buffers() as buffers:
+        pair = buffers if by_buffers else None
+        outcome = client.translate(cache(32), asked, buffers=pair, on_layer=note)
+        assert isinstance(outcome, Translated)
+        assert outcome.transport == ("buffers" if by_buffers else "body")
+        layers = list(outcome.stored.layers())
+    assert [layer for layer, _, _ in told] == [0, 1, 2, 3]
+    assert [in_flight for _, in_flight, _ in told][:2] == [1, 1]
+    for (_, _, seen), layer in zip(told, layers, strict=True):
+        assert torch.equal(seen, torch.stack(layer))
+
+
 def test_a_lease_in_use_neither_goes_nor_expires(slow: Live) -> None:
     tensors = golden(slow, good())
     sharer, source, target = leases(slow)
@@ -114,7 +151,9 @@ def test_a_client_that_leaves_frees_its_leases(slow: Live) -> None:
     head = f"Host: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     with pytest.raises(TimeoutError):
         slow.raw(b"POST /translate HTTP/1.1\r\n" + head.encode() + content, seconds=0.3)
+    wait_until(lambda: target.memory.ready_layers is None)
     wait_until(lambda: slow.client.delete(f"/buffers/{target.id}").status_code == 204)
+    assert set(target.content[: len(golden(slow, good()))]) == {POISON}
     assert slow.at_rest()["disconnected", "client_disconnect"] >= 1
 
 

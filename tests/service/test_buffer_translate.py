@@ -1,6 +1,7 @@
 """Translations from one buffer into another: the body's bits, and nothing that a body can't do."""
 
 import json
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from mappers.layouts import Layout, write_layer
 from mappers.mapper import Mapper
 from mappers.quantize import Storage
 from mappers.stored import store
-from service import output
+from service import output, pipeline
 from service.app import create_app
 from service.settings import Settings
 from tests.service.live import SAFETENSORS, assert_problem
@@ -199,6 +200,23 @@ class TestRefusals:
         assert set(leases[1].content[:written]) == {output.POISON}
         assert set(leases[1].content[written:]) == {9}
 
+    def test_what_is_refused_after_it_was_computed_is_gone(
+        self,
+        sharer: Sharer,
+        leases: tuple[Leased, Leased],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(pipeline, "_broken", lambda *_: True)
+        answer = sharer.translate(good(40), *leases)
+        assert (answer.status_code, answer.json()["reason"]) == (200, "breaker_open")
+        assert leases[1].memory.ready_layers is None
+        written = 39 * 4 * 2 * 2 * 8 * 4
+        assert set(leases[1].content[:written]) == {output.POISON}
+        assert set(leases[1].content[written:]) == {9}
+        monkeypatch.undo()
+        assert sharer.translate(good(40), *leases).status_code == 200
+        assert leases[1].memory.ready_layers == 4
+
     def test_rows_that_were_never_written_do_not_count_as_ready(
         self,
         sharer: Sharer,
@@ -223,6 +241,7 @@ class TestRefusals:
         assert_problem(answer, 500, "internal_invariant")
         assert seen == [2]
         assert leases[1].memory.ready_layers is None
+        assert set(leases[1].content[: 39 * 4 * 2 * 2 * 8 * 4]) == {output.POISON}
 
     @pytest.mark.parametrize(
         ("source_bytes", "target_bytes"), [(100, ROOM_BYTES), (ROOM_BYTES, 100)]
@@ -306,7 +325,18 @@ class TestLeases:
         _, [descriptor] = exchange(target.info["socket"], target.id.encode())
         with open(descriptor, "rb") as file:
             file.seek(target.info["progress_offset"])
-            assert int.from_bytes(file.read(8), "little") == 4
+            layers, tokens = struct.unpack("<QQ", file.read(16))
+            assert (layers, tokens) == (4, 39)
+
+    def test_a_refusal_lies_where_the_number_would(self, sharer: Sharer) -> None:
+        request = good(40)
+        request.tensors["layers.0.v"][7, 0, 0] = float("nan")
+        source, target = sharer.lease(ROOM_BYTES), sharer.lease(ROOM_BYTES)
+        assert sharer.translate(request, source, target).json()["reason"] == "non_finite"
+        _, [descriptor] = exchange(target.info["socket"], target.id.encode())
+        with open(descriptor, "rb") as file:
+            file.seek(target.info["progress_offset"])
+            assert file.read(8) == b"\xff" * 8
 
     def test_given_back_it_is_gone(self, sharer: Sharer) -> None:
         lease = sharer.lease()

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from mappers.cache import KVCache, from_hf, to_hf
 from mappers.errors import LayoutError
+from mappers.quantize import Stored
 from service import buffer_pair
 from service.answer import BadAnswer, translated_in
 from service.app import create_app
@@ -175,7 +176,30 @@ class TestThroughBuffers:
             with pytest.raises(LayoutError):
                 client.translate(cache(TOKENS), request(TOKENS + 1), buffers=buffers)
 
+    @pytest.mark.parametrize("by_buffers", [True, False])
+    def test_each_layer_is_told_once_and_in_order(self, client: Client, by_buffers: bool) -> None:
+        told: list[tuple[int, KVCache]] = []
+
+        def note(layer: int, keys: Stored, values: Stored) -> None:
+            told.append((layer, KVCache((keys.numbers,), (values.numbers,), torch.arange(39))))
+
+        with client.buffers() as buffers:
+            pair = buffers if by_buffers else None
+            for asked in (request(), request(max_kl=1e-6)):
+                outcome = client.translate(cache(TOKENS), asked, buffers=pair, on_layer=note)
+        assert isinstance(outcome, Reprefill)
+        assert [layer for layer, _ in told] == [0, 1, 2, 3]
+        expected = translated(client.translate(cache(TOKENS), request()), "body").cache
+        for layer, found in told:
+            assert torch.equal(found.keys[0], expected.keys[layer])
+            assert torch.equal(found.values[0], expected.values[layer])
+
     def test_the_asynchronous_client_says_the_same(self, shared: Settings) -> None:
+        told: list[int] = []
+
+        def note(layer: int, *_: Stored) -> None:
+            told.append(layer)
+
         async def exchange() -> tuple[Outcome, Outcome, list[str | None]]:
             app = create_app(shared)
             transport = httpx.ASGITransport(app=app)
@@ -185,9 +209,11 @@ class TestThroughBuffers:
             ):
                 while not app.state.service.store.ready:
                     await asyncio.sleep(0.01)
-                body = await running.translate(cache(TOKENS), request())
+                body = await running.translate(cache(TOKENS), request(), on_layer=note)
                 async with running.buffers() as buffers:
-                    found = await running.translate(cache(TOKENS), request(), buffers=buffers)
+                    found = await running.translate(
+                        cache(TOKENS), request(), buffers=buffers, on_layer=note
+                    )
                     said = [buffers.why_not]
                 async with running.buffers(socket="/nowhere") as buffers:
                     await running.translate(cache(TOKENS), request(), buffers=buffers)
@@ -197,6 +223,7 @@ class TestThroughBuffers:
         body, found, said = asyncio.run(exchange())
         assert_equal(translated(found, "buffers").cache, translated(body, "body").cache)
         assert said == [None, "not_handed_over"]
+        assert told == [0, 1, 2, 3] * 2
 
 
 class TestThroughTheBodyAfterAll:
