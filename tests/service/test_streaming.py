@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fastapi import FastAPI
+from starlette.requests import Request as StarletteRequest
 from starlette.testclient import TestClient
 
 from mappers.errors import NonFinite
@@ -117,6 +118,33 @@ def test_a_target_layer_begins_when_its_source_layers_are_in(
     assert answers[0].finished
     assert answers[0].body == answers[1].body
     assert translated == [0, 1, 2, 3] * 2
+
+
+def test_bytes_go_past_the_frameworks_requests_and_responses(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent are views of the memory that the answer was written into; the route is
+    described all the same."""
+    sent: list[memoryview] = []
+
+    async def never(*_: Any) -> None:
+        raise NotImplementedError
+
+    async def note(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    async def test(app: FastAPI) -> None:
+        monkeypatch.setattr(StarletteRequest, "stream", never)
+        monkeypatch.setattr(StarletteRequest, "body", never)
+        answer = await post(app, good(TOKENS), on_send=note)
+        assert answer.finished
+        assert "/translate" in app.openapi()["paths"]
+
+    run(settings, test)
+    _, *tensors = sent
+    assert all(isinstance(part, memoryview) for part in tensors)
+    assert len({id(part.obj) for part in tensors}) == 1
 
 
 @pytest.mark.parametrize("layout", list(Layout))
