@@ -36,6 +36,7 @@ from mappers.geometry import Geometry
 from mappers.identity import shown
 from mappers.manifest import Manifest, ManifestFacts, WeightsDtype, library_versions, mapper_id
 from mappers.mapper import AffineMap, Heads, LayerMap, Mapper
+from mappers.pages import Bytes
 from mappers.prefixes import ExactPrefixes
 from mappers.probe import ProbeQueries
 from mappers.probe import bytes_at_most as probe_bytes_at_most
@@ -346,7 +347,7 @@ def _layer(manifest: Manifest, weights: Mapping[str, Tensor], index: int) -> Lay
     return LayerMap(manifest.sources[index], keys, values, norm)
 
 
-def _evidence(raw: bytearray | None) -> Evidence | None:
+def _evidence(raw: Bytes | None) -> Evidence | None:
     if raw is None:
         return None
     try:
@@ -356,9 +357,9 @@ def _evidence(raw: bytearray | None) -> Evidence | None:
         raise ArtifactError(f"{EVIDENCE}: {_why(error)}") from error
 
 
-def _profile(manifest: Manifest, raw: bytearray | None) -> CalibrationProfile | None:
+def _profile(manifest: Manifest, raw: Bytes | None) -> CalibrationProfile | None:
     return None if raw is None else CalibrationProfile.from_tensors(unpack(raw), manifest.source)
 
 
-def _probe_queries(manifest: Manifest, raw: bytearray | None) -> ProbeQueries | None:
+def _probe_queries(manifest: Manifest, raw: Bytes | None) -> ProbeQueries | None:
     return None if raw is None else ProbeQueries.from_tensors(unpack(raw), manifest.target)

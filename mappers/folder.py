@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mappers.errors import ArtifactError
+from mappers.pages import Bytes, room_for
 
 SUMS = "SHA256SUMS"
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
@@ -57,7 +58,7 @@ class OpenFolder:
         """Bytes of a file as it is now; ``read`` reads no more than it is told."""
         return os.fstat(self.files[name]).st_size
 
-    def read(self, name: str, *, at_most: int) -> bytearray:
+    def read(self, name: str, *, at_most: int) -> Bytes:
         """All bytes of a file, verified. Raises ``ArtifactError`` for other bytes or too many."""
         data = _read_all(self.files[name], name, at_most)
         if hashlib.sha256(data).hexdigest() != self.sums[name]:
@@ -78,7 +79,7 @@ def open_folder(path: Path) -> Iterator[OpenFolder]:
         files = _open_settled(absolute, stack)
         if SUMS not in files:
             raise ArtifactError(f"the artifact has no {SUMS}")
-        raw = _read_all(files[SUMS], SUMS, _SUMS_BYTES_AT_MOST)
+        raw = bytes(_read_all(files[SUMS], SUMS, _SUMS_BYTES_AT_MOST))
         sums = _parse_sums(raw)
         if sums.keys() != files.keys() - {SUMS}:
             raise ArtifactError(f"the artifact's files are not those that {SUMS} lists")
@@ -175,13 +176,13 @@ def _opened(descriptor: int, stack: contextlib.ExitStack) -> int:
     return descriptor
 
 
-def _read_all(descriptor: int, name: str, at_most: int) -> bytearray:
+def _read_all(descriptor: int, name: str, at_most: int) -> Bytes:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise ArtifactError(f"{name} is not a plain file")
     if status.st_size > at_most:
         raise ArtifactError(f"{name} has {status.st_size} bytes, more than the {at_most} expected")
-    data = bytearray(status.st_size)
+    data = room_for(status.st_size)
     filled = 0
     with memoryview(data) as view:
         while filled < len(data):
@@ -192,7 +193,7 @@ def _read_all(descriptor: int, name: str, at_most: int) -> bytearray:
     return data
 
 
-def _parse_sums(raw: bytearray) -> dict[str, str]:
+def _parse_sums(raw: bytes) -> dict[str, str]:
     text = raw.decode("ascii", errors="replace")
     lines = _SUMS_LINE.findall(text)
     sums = {name: digest for digest, name in lines}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mappers import strict_json
 from mappers.errors import ArtifactError
+from mappers.pages import Bytes
 
 HEADER_BYTES_AT_MOST = 8 << 20
 
@@ -29,7 +30,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def unpack(data: bytearray) -> dict[str, Tensor]:
+def unpack(data: Bytes) -> dict[str, Tensor]:
     """Tensors by name, as views of ``data``, which must not be changed afterwards.
 
     Raises ``ArtifactError`` unless the header has the exact form of the format, is at most
@@ -89,13 +90,13 @@ def _check_cover(entries: list[_Entry], data_bytes: int) -> None:
         raise ArtifactError(f"the tensors of a file need {position} bytes, it has {data_bytes}")
 
 
-def _view(data: bytearray, start: int, entry: _Entry) -> Tensor:
+def _view(data: Bytes, start: int, entry: _Entry) -> Tensor:
     count = math.prod(entry.shape)
     flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=start + entry.begin)
     return flat.reshape(entry.shape)
 
 
-def _entries(raw: bytearray) -> list[_Entry]:
+def _entries(raw: bytes | bytearray) -> list[_Entry]:
     try:
         header = strict_json.loads(raw)
     except strict_json.BadJSON as error:

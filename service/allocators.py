@@ -72,7 +72,7 @@ class HostAllocator:
         """A file of its own. Raises OSError when there is no memory, or none that can be pinned."""
         memory = allocate(nbytes)
         try:
-            self._device.pin(memory.data)
+            self._device.pin(memory.data.data_ptr(), nbytes)
         except BaseException:
             memory.free()
             raise
@@ -80,5 +80,5 @@ class HostAllocator:
 
     def free(self, memory: Memory) -> None:
         """Its pages go back to the kernel and never to another lease."""
-        self._device.unpin(memory.data)
+        self._device.unpin(memory.data.data_ptr())
         memory.free()

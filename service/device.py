@@ -1,5 +1,6 @@
 """Where translations run, as the store needs to know it: weights go there, and how much fits."""
 
+import mmap
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from mappers.artifact import matrix_elements
 from mappers.manifest import Manifest
 from mappers.mapper import Mapper
+from mappers.pages import LARGE_BYTES
 from mappers.translate import Translator
 
 # cudaHostRegisterPortable: pinned for every context of the process.
@@ -28,10 +30,10 @@ class Device(Protocol):
     def reclaim(self) -> None:
         """Give memory that was freed back to the device."""
 
-    def pin(self, memory: Tensor) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
         """Have copies from and to this host memory done by DMA. Raises OSError."""
 
-    def unpin(self, memory: Tensor) -> None:
+    def unpin(self, address: int) -> None:
         """Before the memory goes."""
 
 
@@ -51,10 +53,10 @@ class Cpu:
     def reclaim(self) -> None:
         """The allocator of the host needs no word."""
 
-    def pin(self, memory: Tensor) -> None:
+    def pin(self, address: int, nbytes: int) -> None:
         """The device reads host memory as it is."""
 
-    def unpin(self, memory: Tensor) -> None:
+    def unpin(self, address: int) -> None:
         """Nothing was done."""
 
 
@@ -84,19 +86,17 @@ class Cuda:
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
 
-    def pin(self, memory: Tensor) -> None:
-        """Page-locked, for as long as it is registered; empty memory is nothing to register."""
-        if memory.nbytes:
-            register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
-            with torch.cuda.device(self._device):
-                _check(register(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-locked, for as long as it is registered."""
+        register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            _check(register(address, nbytes, _PORTABLE))
 
-    def unpin(self, memory: Tensor) -> None:
+    def unpin(self, address: int) -> None:
         """Waits for copies under way."""
-        if memory.nbytes:
-            unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
-            with torch.cuda.device(self._device):
-                unregister(memory.data_ptr())
+        unregister = torch.cuda.cudart().cudaHostUnregister  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            unregister(address)
 
 
 def _check(code: Any) -> None:
@@ -107,6 +107,33 @@ def _check(code: Any) -> None:
 def device_of(name: str) -> Device:
     """The device that the settings name."""
     return Cpu() if name == "cpu" else Cuda(name)
+
+
+class Pinned:
+    """A mapper's large weights in host memory, registered with the device for as long as this
+    lives. Raises OSError when they cannot be."""
+
+    def __init__(self, mapper: Mapper, device: Device) -> None:
+        self._mapper, self._device, self._addresses = mapper, device, list[int]()
+        for begin, end in _regions(mapper):
+            if end - begin >= LARGE_BYTES:  # what is smaller may share a page with another's
+                device.pin(begin, end - begin)
+                self._addresses.append(begin)
+
+    def __del__(self) -> None:
+        for address in self._addresses:
+            self._device.unpin(address)
+
+
+def _regions(mapper: Mapper) -> list[tuple[int, int]]:
+    """Where weights and biases lie: one region for a file, since no page can be pinned twice."""
+    tensors = [t for _, affine in mapper.affine_maps() for t in (affine.weight, affine.bias)]
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
+        if found and begin - found[-1][1] < mmap.PAGESIZE:
+            begin, end = found[-1][0], max(found.pop()[1], end)
+        found.append((begin, end))
+    return found
 
 
 def declared_bytes(manifest: Manifest, device: Device) -> int:

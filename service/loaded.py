@@ -15,6 +15,7 @@ from mappers.suffix import Kind as SuffixKind
 from mappers.suffix import SuffixCheck, fit_suffix
 from mappers.translate import Translator
 from service.content import ContentGate
+from service.device import Device, Pinned
 from service.estimate import RunningFit
 
 TRIAL_TOKENS = (32, 128)
@@ -26,6 +27,7 @@ class Prepared:
 
     ``gain`` and ``offset`` bound its output: no absolute value of the answer exceeds
     ``gain * (largest of the source) + offset``. ``content`` is what it holds against caches.
+    ``pinned`` makes copies to the device DMA.
     """
 
     mapper: Mapper
@@ -34,6 +36,7 @@ class Prepared:
     offset: float
     probe_queries: ProbeQueries | None
     suffix_checks: Mapping[SuffixKind, SuffixCheck]
+    pinned: Pinned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +46,9 @@ class Loaded(Prepared):
     translator: Translator
 
 
-def prepare(artifact: Artifact) -> Prepared:
-    """What the host keeps of a verified artifact."""
+def prepare(artifact: Artifact, device: Device) -> Prepared:
+    """What the host keeps of a verified artifact, for this device. Raises OSError when its memory
+    cannot be registered with that."""
     mapper = artifact.mapper
     maps = [affine for _, affine in mapper.affine_maps()]
     return Prepared(
@@ -56,6 +60,7 @@ def prepare(artifact: Artifact) -> Prepared:
         offset=max(float(m.bias.float().abs().max()) for m in maps),
         probe_queries=artifact.probe_queries,
         suffix_checks=fit_suffix(artifact.evidence.rows if artifact.evidence else ()),
+        pinned=Pinned(mapper, device),
     )
 
 

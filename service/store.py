@@ -31,6 +31,9 @@ from service.settings import Settings
 log = structlog.get_logger("service.store")
 
 LOADERS = 2
+FETCHERS = 32
+"""As many pairs as these come at once when requests ask for them; one that is large or whose disk
+is slow delays none of the others."""
 
 
 TryOut = Callable[[], None]
@@ -49,6 +52,7 @@ class Store:
         self._settings, self._on_device = settings, on_device
         self._device = device or device_of(settings.device)
         self._loaders = ThreadPoolExecutor(LOADERS, "kvt-loader")
+        self._fetchers = ThreadPoolExecutor(FETCHERS, "kvt-fetcher")
         self.residency = Residency(
             {"host": settings.host_memory, "device": settings.device_memory},
             free_bytes=self._device.free_bytes,
@@ -121,7 +125,8 @@ class Store:
         if entry.state == "failed":
             entry.state, entry.error = "unloaded", None
         entry.behind = False
-        self._submit(self._first_load if entry.prepared is None else self._swap, entry)
+        work = self._first_load if entry.prepared is None else self._swap
+        self._submit(self._loaders, work, entry)
         return True
 
     def behind(self, path: Path) -> bool:
@@ -134,10 +139,13 @@ class Store:
 
     def close(self) -> None:
         """Wait for loads that have begun."""
-        self._loaders.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._loaders, self._fetchers):
+            threads.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self, work: Callable[[Entry], None], entry: Entry) -> None:
-        self._loaders.submit(work, entry).add_done_callback(partial(self._note, entry))
+    def _submit(
+        self, threads: ThreadPoolExecutor, work: Callable[[Entry], None], entry: Entry
+    ) -> None:
+        threads.submit(work, entry).add_done_callback(partial(self._note, entry))
 
     def _note(self, entry: Entry, work: Future[None]) -> None:
         """What nobody has thought of stops no other mapper; waits for ``work``."""
@@ -193,13 +201,19 @@ class Store:
             artifact = artifacts.load(entry.path, admit=admit)
             if artifact.evidence is None and not self._settings.allow_unproven:
                 raise ArtifactError("the mapper has no evidence of its quality")
-            prepared = prepare(artifact)
+            prepared = self._prepared(artifact)
             self.residency.settle(resident, "host", host_bytes(prepared))
             loaded = held.enter_context(self._placed(entry, resident, prepared, evict=evict))
             before = entry.put(artifact, prepared, loaded, resident)
         if before is not None:
             self.residency.replace(before)
         entry.why_not_servable = self._why_not_servable(artifact)
+
+    def _prepared(self, artifact: Artifact) -> Prepared:
+        try:
+            return prepare(artifact, self._device)
+        except OSError as error:
+            raise NoRoom("host", artifact.mapper.nbytes, "it cannot be pinned now") from error
 
     @contextlib.contextmanager
     def _placed(
@@ -231,7 +245,7 @@ class Store:
         idle = entry.wanted and entry.state == "unloaded" and not entry.changing.locked()
         if idle and not entry.fetching:
             entry.fetching = True  # once, however many ask before a loader is free
-            self._submit(self._bring, entry)
+            self._submit(self._fetchers, self._bring, entry)
 
     def _bring(self, entry: Entry) -> None:
         try:

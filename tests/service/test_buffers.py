@@ -1,6 +1,7 @@
 """Leases: whose they are, what they may cost, and when they end; with a clock of our own."""
 
 import asyncio
+import ctypes
 import gc
 import os
 import threading
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from service.allocators import HostAllocator, Memory
 from service.buffer_budgets import LEASES_A_CLIENT
@@ -210,17 +210,17 @@ class TestTime:
 
 
 class Registering(Cpu):
-    """A device that host memory is registered with; it remembers what memory held."""
+    """A device that host memory is registered with; it remembers what that held at the end."""
 
     def __init__(self) -> None:
-        self.pinned: list[Tensor] = []
-        self.unpinned: list[list[int]] = []
+        self.pinned: list[tuple[int, int]] = []
+        self.unpinned: list[int] = []
 
-    def pin(self, memory: Tensor) -> None:
-        self.pinned.append(memory)
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned.append((address, nbytes))
 
-    def unpin(self, memory: Tensor) -> None:
-        self.unpinned.append(memory.tolist())
+    def unpin(self, address: int) -> None:
+        self.unpinned.append(ctypes.c_ubyte.from_address(address).value)
 
 
 class TestEnded:
@@ -309,10 +309,10 @@ class TestEnded:
         registering = books(Settings(buffers=Path("unused")), clock, device)
         lease = fetched(registering)
         lease.shared().data.fill_(7)
-        assert [memory.data_ptr() for memory in device.pinned] == [lease.shared().data.data_ptr()]
+        assert device.pinned == [(lease.shared().data.data_ptr(), 1)]
         assert device.unpinned == []
         release(registering, lease)
-        assert device.unpinned == [[7]]  # while the pages were there
+        assert device.unpinned == [7]  # while the pages were there
 
     def test_memory_that_cannot_be_registered_is_507(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch

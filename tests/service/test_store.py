@@ -23,7 +23,7 @@ from service.entry import Entry
 from service.errors import Problem
 from service.residency import NoRoom
 from service.settings import Settings
-from service.store import Store
+from service.store import LOADERS, Store
 from service.watch import Watch
 from tests.service.pair import TARGET, cache, claim, identity, mapper, publish
 from tests.service.reporting import served
@@ -41,6 +41,7 @@ class Counting:
         self.placed: list[str] = []
         self.free: int | None = None
         self.held_up: dict[str, threading.Event] = {}
+        self.pinned: dict[int, int] = {}
 
     def translator(self, mapper: Mapper) -> Translator:
         name = mapper.source.model
@@ -59,6 +60,12 @@ class Counting:
     def reclaim(self) -> None:
         if self.free is not None:
             self.free += one_mapper()
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
 
 def copied(affine: AffineMap) -> AffineMap:
@@ -227,10 +234,11 @@ class TestResidency:
             original(self, entry)
 
         monkeypatch.setattr(Store, "_bring", counted)
+        monkeypatch.setattr("service.store.FETCHERS", 2)
         device = Counting()
         store = store_of(root, device, preload=("none-of-them",))
         store.load_all()
-        for name in ("b", "c"):  # both loaders have something to do
+        for name in ("b", "c"):  # both threads have something to do
             device.held_up[name] = threading.Event()
             ask(store, name)
         until(lambda: {"b", "c"} <= set(device.placed))
@@ -269,6 +277,47 @@ class TestResidency:
         device.free = 0
         with store.using(ask(store, "b")), pytest.raises(NoRoom, match="are to stay free"):
             store.load(entry_of(store, "c"))
+        store.close()
+
+
+class TestPinned:
+    """What is in host memory is registered with the device, so that it comes back by DMA."""
+
+    @pytest.fixture(autouse=True)
+    def _none_is_too_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("service.device.LARGE_BYTES", 1)
+
+    def test_for_as_long_as_it_is_there(self, root: Path) -> None:
+        device = Counting()
+        store = store_of(root, device, device_memory=one_mapper(), preload=("none-of-them",))
+        store.load_all()
+        for name in NAMES[:2]:
+            store.load(entry_of(store, name))
+        assert where(store) == "host device disk"
+        assert len(device.pinned) == 2
+        # In one piece, with what the file pads.
+        assert all(one_mapper() <= n < one_mapper() + 4096 for n in device.pinned.values())
+        store.unload(entry_of(store, "a"))
+        gc.collect()
+        assert len(device.pinned) == 1
+        store.unload(entry_of(store, "b"))
+        gc.collect()
+        assert device.pinned == {}
+        store.close()
+
+    def test_what_cannot_be_pinned_has_no_room(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> None:
+            raise OSError("CUDA error 2")
+
+        device = Counting()
+        monkeypatch.setattr(device, "pin", full)
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        with pytest.raises(NoRoom, match="cannot be pinned now"):
+            store.load(entry_of(store, "a"))
+        assert store.residency.used_bytes("host") == 0
         store.close()
 
 
@@ -572,6 +621,22 @@ class TestSideBySide:
             slow.result()
         assert where(store) == "device device disk"
         store.close()
+
+    def test_however_many_are_slow(self, root: Path) -> None:
+        device = Counting()
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        for name in NAMES[:LOADERS]:
+            device.held_up[name] = threading.Event()
+            ask(store, name)
+        until(lambda: set(device.held_up) <= set(device.placed))
+        ask(store, NAMES[LOADERS])
+        until(lambda: entry_of(store, NAMES[LOADERS]).state == "ready")
+        assert where(store) == "disk disk device"
+        for event in device.held_up.values():
+            event.set()
+        store.close()
+        assert where(store) == "device device device"
 
     def test_a_hot_swap_leaves_requests_on_the_old_version_or_the_new(self, root: Path) -> None:
         store = store_of(root)
