@@ -67,8 +67,8 @@ class Process:
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
-        """To all of its processes."""
-        if self._process is not None:
+        """To all of its processes, if it runs."""
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
