@@ -84,6 +84,7 @@ async def info(service: TheService) -> Info:
         delta=settings.delta,
         buffers=settings.buffers is not None,
         queue_requests=settings.queue_requests,
+        queue_seconds=settings.queue_seconds,
         max_body_bytes=settings.max_body_bytes,
         max_header_bytes=settings.max_header_bytes,
         max_inflight_bytes=settings.max_inflight_bytes,

@@ -81,6 +81,7 @@ class Info(BaseModel):
     delta: float
     buffers: bool = Field(False, description="Whether shared memory can be leased.")
     queue_requests: int
+    queue_seconds: float = Field(description="Longest predicted wait for the device.")
     max_body_bytes: int
     max_header_bytes: int
     max_inflight_bytes: int
