@@ -33,10 +33,10 @@ ENV PATH=/opt/kvt/bin:$PATH \
     KVT_HOST=0.0.0.0 \
     KVT_PORT=8080 \
     KVT_METRICS_PORT=9090
-# Where a volume for KVT_STATE goes: a new one takes over this owner.
-RUN install -d -o 10001 -g 10001 -m 700 /state
-# And for the socket of KVT_BUFFERS: others pass through, the service alone writes.
-RUN install -d -o 10001 -g 10001 -m 711 /run/kvt
+# Where volumes go for the socket of KVT_BUFFERS, which others pass through to, and for KVT_STATE: a
+# new one takes over owner and mode.
+RUN install -d -o 10001 -g 10001 -m 711 /run/kvt \
+    && install -d -o 10001 -g 10001 -m 700 /state
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8080 9090

@@ -130,7 +130,7 @@ class TestSharedMemory:
         assert (mounted, theirs) == (str(socket.parent), f"{ours}:ro")
         assert name in self.COMPOSE["volumes"]
         user = re.findall(r"^USER (\d+):", DOCKERFILE, re.MULTILINE)[-1]
-        assert f"install -d -o {user} -g {user} -m 711 {mounted}\n" in DOCKERFILE
+        assert f"install -d -o {user} -g {user} -m 711 {mounted} " in DOCKERFILE
 
     def test_the_engines_user_may_ask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         user = self.COMPOSE["services"]["engine"]["user"].partition(":")[0]
