@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import typer
 
+from service.commands.bridge import bridge
 from service.commands.demo import demo
 from service.commands.doctor import doctor
 from service.commands.evaluate import evaluate
@@ -37,6 +38,7 @@ _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
+app.add_typer(bridge, rich_help_panel="Exchange")
 
 
 def main() -> None:

@@ -76,19 +76,33 @@ def request_for(
 
     It is stored as the source's identity says: as views where that changes nothing.
     """
-    claim = claim_of(source)
-    sent = store(from_hf(cache), claim.storage)
+    sent = store(from_hf(cache), claim_of(source).storage)
+    return sent, request_of(sent, source=source, target=target, prompt_ids=prompt_ids, **limits)
+
+
+def request_of(
+    sent: AnyCache,
+    *,
+    source: ModelIdentity | IdentityClaim,
+    target: ModelIdentity | IdentityClaim,
+    prompt_ids: Tensor,
+    **limits: Any,
+) -> TranslateRequest:
+    """The request for a cache of the first tokens of ``prompt_ids`` (int64 [1, T] or [T]): with
+    the first token ids, for exact prefixes, and some others, which show whose cache it is.
+
+    Raises LayoutError for a cache of more tokens.
+    """
     if sent.tokens > prompt_ids.shape[-1]:
         raise LayoutError(f"a cache of {sent.tokens} tokens for {prompt_ids.shape[-1]} token ids")
-    request = TranslateRequest(
-        source=claim,
+    return TranslateRequest(
+        source=claim_of(source),
         target=claim_of(target),
         tokens=sent.tokens,
         layout=Layout.NHD,
         prefix_token_ids=tuple(prompt_ids.flatten()[:PREFIX_TOKENS].tolist()),
         **{"sample_token_ids": _sampled(prompt_ids.flatten(), sent.tokens), **limits},
     )
-    return sent, request
 
 
 def cache_from(

@@ -5,16 +5,14 @@ from collections.abc import Iterator
 from service.client import Client
 from service.commands.exits import Code
 from service.doctor.findings import Finding, fail, ok, warn
-from service.schemas import MapperInfo, SideInfo
-
-Wanted = tuple[str | None, str | None]
-"""Source and target as they were named: ``MODEL`` or ``MODEL@VERSION``; None: any."""
+from service.listed import Wanted, is_between, pair_name
+from service.schemas import MapperInfo
 
 
 def check_mappers(client: Client, wanted: Wanted) -> tuple[list[Finding], list[MapperInfo]]:
     """Every mapper of the pair, and those of them that serve. Raises NotTranslated."""
     listed = client.mappers().mappers
-    chosen = [each for each in listed if _between(each, wanted)]
+    chosen = [each for each in listed if is_between(each, wanted)]
     if not chosen:
         return [_no_mapper(listed, wanted)], []
     findings = [(each, list(_of(each))) for each in chosen]
@@ -38,7 +36,7 @@ def _state(mapper: MapperInfo) -> Finding:
     if mapper.state == "unloaded":
         change = "preload it (kvt serve --preload), or POST /mappers/<id>/load"
         return warn(check, f"on {mapper.residency}: the first request is answered 503", change)
-    return ok(check, f"{_pair(mapper)}, {mapper.recipe}, on the {mapper.residency}")
+    return ok(check, f"{pair_name(mapper)}, {mapper.recipe}, on the {mapper.residency}")
 
 
 def _evidence(mapper: MapperInfo) -> Finding:
@@ -65,23 +63,6 @@ def _breakers(mapper: MapperInfo) -> Finding:
 
 def _no_mapper(listed: list[MapperInfo], wanted: Wanted) -> Finding:
     names = " -> ".join(name or "any" for name in wanted)
-    there = ", ".join(_pair(each) for each in listed if each.source) or "none"
+    there = ", ".join(pair_name(each) for each in listed if each.source) or "none"
     change = "kvt fit one, serve its folder (--artifacts), or name a pair that is there"
     return fail("pair", Code.IDENTITY, f"no mapper for {names}; there are: {there}", change)
-
-
-def _between(mapper: MapperInfo, wanted: Wanted) -> bool:
-    sides = (mapper.source, mapper.target)
-    return all(_is(side, name) for side, name in zip(sides, wanted, strict=True))
-
-
-def _is(side: SideInfo | None, name: str | None) -> bool:
-    """A mapper that could not be read says nothing of its models, and is listed where any are."""
-    if name is None:
-        return True
-    return side is not None and name in (side.model, f"{side.model}@{side.version}")
-
-
-def _pair(mapper: MapperInfo) -> str:
-    sides = (mapper.source, mapper.target)
-    return " -> ".join(f"{side.model}@{side.version}" if side else "?" for side in sides)

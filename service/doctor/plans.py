@@ -5,13 +5,14 @@ from mappers.layouts import Layout
 from service.client import Client, NotTranslated
 from service.commands.exits import Code
 from service.doctor.findings import Finding, fail, ok, warn
-from service.schemas import MapperInfo, Plan, SideInfo, TranslateRequest
+from service.listed import claim_of_listed
+from service.schemas import MapperInfo, Plan, TranslateRequest
 
 
 def check_plans(client: Client, mapper: MapperInfo) -> Finding:
     """``/translate/plan`` of any text whose first tokens are not known, without limits."""
     check = f"plan {mapper.id}"
-    source, target = claim_of(mapper.source), claim_of(mapper.target)
+    source, target = claim_of_listed(mapper.source), claim_of_listed(mapper.target)
     if source is None or target is None:
         change = "ask /translate/plan yourself, with the rope_parameters of the manifest"
         return warn(check, "not asked: the mapper is of models whose rope is scaled", change)
@@ -44,10 +45,3 @@ def _said(plan: Plan) -> str:
 
 def _request(source: IdentityClaim, target: IdentityClaim, tokens: int) -> TranslateRequest:
     return TranslateRequest(source=source, target=target, tokens=tokens, layout=Layout.NHD)
-
-
-def claim_of(side: SideInfo | None) -> IdentityClaim | None:
-    """The claim of what is listed; None where a list does not say enough of the model."""
-    if side is None or side.rope_type != "default":
-        return None
-    return IdentityClaim.model_validate(side.model_dump())

@@ -1,0 +1,1 @@
+"""Carrying translated caches between places that other projects keep caches in."""

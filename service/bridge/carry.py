@@ -1,0 +1,99 @@
+"""One prompt's KV from one model's chunks to another's: read, translate, write under a salt.
+
+The salt names the mapper, so that what was translated never answers a request that did not ask for
+it. Whatever goes wrong, the answer is to prefill.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from mappers.errors import KVTranslatorError
+from mappers.identity import IdentityClaim
+from service.answer import Reprefill
+from service.bridge.chunks import Chunks
+from service.client import Client
+from service.hf import request_of
+from service.policy import Word
+from service.vllm.params import is_translated, salt
+
+
+class Job(BaseModel):
+    """One prompt. ``hops`` counts the translations that the source's own KV has been through."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=1 << 24)
+    source_salt: str = Field("", max_length=128, description="Under which the source's KV is.")
+    session: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,48}$", description="Ends the salt.")
+    max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_native_tail: Annotated[int, Field(ge=0)] | None = None
+    domain: Word | None = None
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reprefill_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    hops: int = Field(0, ge=0, le=64)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Those that go into the request as they are."""
+        own = {"token_ids", "source_salt", "session", "hops"}
+        hops = max(self.hops, int(is_translated(self.source_salt)))
+        return {**self.model_dump(exclude=own, exclude_none=True), "hops": hops}
+
+
+class Carried(BaseModel):
+    """What became of it: ``translate`` says under which salt the target finds ``tokens`` tokens;
+    ``reprefill`` why there are none."""
+
+    decision: Literal["translate", "reprefill"]
+    reason: str | None = None
+    detail: str | None = None
+    tokens: int = 0
+    cache_salt: str | None = None
+    mapper: str | None = None
+    kl_bound: float | None = None
+
+
+class Bridge(NamedTuple):
+    """Of one pair."""
+
+    client: Client
+    claims: tuple[IdentityClaim, IdentityClaim]
+    source: Chunks
+    target: Chunks
+
+    def carry(self, job: Job) -> Carried:
+        """Read, translate, write."""
+        try:
+            return self._carry(job)
+        except KVTranslatorError as error:
+            return _not(error.code, str(error))
+
+    def _carry(self, job: Job) -> Carried:
+        cache = self.source.read(job.token_ids, job.source_salt)
+        if cache is None:
+            return _not("not_cached", "LMCache has no whole chunk of the source's for this prompt")
+        source, target = self.claims
+        ids = torch.tensor(job.token_ids)
+        request = request_of(cache, source=source, target=target, prompt_ids=ids, **job.limits)
+        outcome = self.client.translate(cache, request)
+        if isinstance(outcome, Reprefill):
+            return _not(outcome.reason, outcome.detail)
+        receipt = outcome.receipt
+        whole = receipt.tokens - receipt.tokens % self.target.chunk_tokens
+        if whole == 0:
+            return _not("less_than_a_chunk", "what was translated is less than a chunk")
+        under = salt(receipt.digest, job.session)
+        self.target.write(outcome.cache.slice(0, whole), job.token_ids[:whole], under)
+        return Carried(
+            decision="translate",
+            tokens=whole,
+            cache_salt=under,
+            mapper=receipt.mapper,
+            kl_bound=receipt.kl_bound,
+        )
+
+
+def _not(reason: str, detail: str) -> Carried:
+    return Carried(decision="reprefill", reason=reason, detail=detail)

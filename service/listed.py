@@ -1,0 +1,34 @@
+"""Models as a person names them, and what ``GET /mappers`` says of them."""
+
+from mappers.identity import IdentityClaim
+from service.schemas import MapperInfo, SideInfo
+
+Wanted = tuple[str | None, str | None]
+"""Source and target as they were named: ``MODEL`` or ``MODEL@VERSION``; None: any."""
+
+
+def is_between(mapper: MapperInfo, wanted: Wanted) -> bool:
+    """Whether a mapper translates between these two. One that could not be read says nothing of
+    its models, and is found only where any will do."""
+    sides = (mapper.source, mapper.target)
+    return all(_is(side, name) for side, name in zip(sides, wanted, strict=True))
+
+
+def pair_name(mapper: MapperInfo) -> str:
+    """``MODEL@VERSION -> MODEL@VERSION``."""
+    sides = (mapper.source, mapper.target)
+    return " -> ".join(f"{side.model}@{side.version}" if side else "?" for side in sides)
+
+
+def claim_of_listed(side: SideInfo | None) -> IdentityClaim | None:
+    """What a request says of that model; None where the list does not say enough of it, as of the
+    parameters of a scaled rope."""
+    if side is None or side.rope_type != "default":
+        return None
+    return IdentityClaim.model_validate(side.model_dump())
+
+
+def _is(side: SideInfo | None, name: str | None) -> bool:
+    if name is None:
+        return True
+    return side is not None and name in (side.model, f"{side.model}@{side.version}")
