@@ -45,7 +45,6 @@ class Entry:
     behind: bool = False
     fetching: bool = False
     load_seconds: float | None = None
-    timing: RunningFit = field(default_factory=RunningFit)
     changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
     resident: Resident | None = None
     prepared: Prepared | None = None
@@ -53,7 +52,7 @@ class Entry:
     _swapping: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def snapshot(self) -> "Entry":
-        """What it is now; time estimates are shared."""
+        """What it is now."""
         with self._swapping:
             return replace(self)
 
@@ -67,6 +66,11 @@ class Entry:
                 retry_after_seconds=max(1, math.ceil(self.load_seconds or 1)),
             )
         return self._loaded
+
+    @property
+    def timing(self) -> RunningFit:
+        """How long its translations take; raises ``Problem`` 503 as ``loaded`` does."""
+        return self.loaded.timing
 
     @property
     def residency(self) -> Literal["disk", "host", "device"]:

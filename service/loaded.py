@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -27,7 +27,8 @@ class Prepared:
 
     ``gain`` and ``offset`` bound its output: no absolute value of the answer exceeds
     ``gain * (largest of the source) + offset``. ``content`` is what it holds against caches.
-    ``pinned`` makes copies to the device DMA.
+    ``pinned`` makes copies to the device DMA. ``timing`` is of this version: another, perhaps of
+    another recipe, learns its own.
     """
 
     mapper: Mapper
@@ -37,6 +38,7 @@ class Prepared:
     probe_queries: ProbeQueries | None
     suffix_checks: Mapping[SuffixKind, SuffixCheck]
     pinned: Pinned
+    timing: RunningFit = field(default_factory=RunningFit, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +78,7 @@ def host_bytes(prepared: Prepared) -> int:
     return mapper.nbytes + mapper.prefixes.nbytes + (profile.nbytes if profile else 0)
 
 
-def try_out(loaded: Loaded, timing: RunningFit) -> None:
+def try_out(loaded: Loaded) -> None:
     """Translate noise of two lengths: proves that the mapper runs, and starts the time estimate."""
     source = loaded.mapper.source
     generator = torch.Generator().manual_seed(0)
@@ -87,6 +89,6 @@ def try_out(loaded: Loaded, timing: RunningFit) -> None:
         started = time.perf_counter()
         answer = loaded.translator.translate(noise, dtype=torch.float32)
         if turn:  # the first pays for what the others find ready
-            timing.add(tokens, time.perf_counter() - started)
+            loaded.timing.add(tokens, time.perf_counter() - started)
         if not all(bool(torch.isfinite(t).all()) for t in (*answer.keys, *answer.values)):
             raise ArtifactError("the mapper gives values that are not finite")

@@ -229,7 +229,7 @@ class Store:
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise NoRoom("device", most, "it cannot be allocated now") from error
             loaded = with_translator(prepared, translator)
-            self._on_device(lambda: try_out(loaded, entry.timing))
+            self._on_device(lambda: try_out(loaded))
             self.residency.settle(resident, "device", bytes_beside(translator, mapper))
             yield loaded
 

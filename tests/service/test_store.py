@@ -648,6 +648,8 @@ class TestSideBySide:
             store.load(entry_of(store, "a"))
             new = ask(store, "a")
             assert new.digest != old.digest
+            assert new.timing is not old.timing
+            assert new.timing.seconds(128) is not None
             assert store.residency.used_bytes("device") == 4 * one_mapper()
             assert torch.equal(translated(old), expected)
             assert not torch.equal(translated(new), expected)
