@@ -133,9 +133,14 @@ def _rotate_pairs(
 ) -> None:
     """Turn float32 pairs by sign * angle into ``out``, which may be ``source``.
 
-    One scratch tensor of half a key: the first elements wait in it until the second are done.
+    Where ``out`` is other float32 memory it takes both steps. Else one scratch tensor of half a
+    key: the first elements wait in it until the second are done.
     """
     first, second = source
+    if out[0].dtype == torch.float32 and not _share(first, out[0]):
+        torch.mul(first, cos, out=out[0]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=out[1]).addcmul_(first, sin, value=sign)
+        return
     scratch = (first * cos).addcmul_(second, sin, value=-sign)
     if out[1].dtype == torch.float32:
         torch.mul(second, cos, out=out[1]).addcmul_(first, sin, value=sign)
@@ -144,3 +149,7 @@ def _rotate_pairs(
         out[0].copy_(scratch)
         torch.mul(second, cos, out=scratch).addcmul_(first, sin, value=sign)
         out[1].copy_(scratch)
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -81,11 +81,12 @@ class Recipe(Protocol):
         device: torch.device,
         dtype: torch.dtype,
     ) -> PreparedMap:
-        """Convert a map of a layer that reads ``sources`` for ``apply`` on this device."""
+        """Convert a map of a layer for ``apply`` on this device, with contents in the order of
+        ``sources``: the layers that it reads."""
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
         """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype, of the
         kind that is mapped, or with ``joint`` moments all keys and then all values; in front of
-        these as many rows more as the mapper reads tokens back. Every element of ``out``, float32
-        ``[T, H_t, D_t]``, is overwritten. Contents lie token by token, or head by head where heads
-        are read alone; ``out`` head by head where G is H_t (``content.empty``)."""
+        these as many rows more as the mapper reads tokens back. Source layers that lie side by side
+        may come as one, ``[T, G, inputs]``. Every element of ``out``, float32 ``[T, H_t, D_t]``, is
+        overwritten; it lies head by head where G is H_t (``content_memory.by_head``)."""

@@ -63,7 +63,7 @@ class RidgeRecipe:
         dtype: torch.dtype,
     ) -> PreparedMap:
         groups = head_groups(geometry, self.structure)
-        weight = affine.weight.to(device, dtype)
+        weight = _in_order(affine.weight, sources).to(device, dtype)
         weight = weight.reshape(weight.shape[0], groups, -1).transpose(0, 1)
         bias = affine.bias.to(device, torch.float32).reshape(groups, 1, -1)
         return PreparedMap(weight=weight.contiguous(), bias=bias)
@@ -77,6 +77,14 @@ class RidgeRecipe:
             _multiply_mixed(prepared, rows, by_group(out, groups))
 
 
+def _in_order(weight: Tensor, sources: tuple[int, ...]) -> Tensor:
+    """A stored weight, whose inputs are by ascending source layer, for inputs in this order."""
+    order = [sorted(sources).index(source) for source in sources]
+    if order == sorted(order):
+        return weight
+    return weight.unflatten(0, (len(sources), -1))[order].flatten(0, 1)
+
+
 def by_group(tensor: Tensor, groups: int) -> Tensor:
     """``[T, H, D]`` as a view ``[G, T, H/G * D]``; its heads may lie apart where G is H."""
     if groups == tensor.shape[1]:
@@ -85,11 +93,10 @@ def by_group(tensor: Tensor, groups: int) -> Tensor:
 
 
 def _multiply(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> None:
-    """Accumulate source layer by source layer, in place and without gathering the inputs."""
+    """Add up the products of inputs that do not lie side by side, in place."""
     total: Tensor = prepared.bias
-    block = rows[0].shape[2]
-    for index, x in enumerate(rows):
-        weight = prepared.weight[:, index * block : (index + 1) * block]
+    weights = prepared.weight.split([x.shape[2] for x in rows], dim=1)
+    for x, weight in zip(rows, weights, strict=True):
         if out.shape[0] == 1:  # one large product, which unlike a batch of one uses all cores
             torch.addmm(total[0], x[0], weight[0], out=out[0])
         else:
@@ -99,6 +106,6 @@ def _multiply(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> Non
 
 def _multiply_mixed(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> None:
     """16-bit inputs, float32 sums (CUDA only): one product, since adding up would round k times."""
-    gathered = torch.cat(list(rows), dim=2)
+    gathered = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=2)
     product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
     torch.add(product, prepared.bias, out=out)

@@ -90,7 +90,8 @@ class TopHeads:
         return PreparedMap(weight, bias, reads)
 
     def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-        if out.dtype == contents[0].dtype and out.device.type == "cpu":
+        own_choices = len(prepared.reads) > 1
+        if own_choices and out.dtype == contents[0].dtype and out.device.type == "cpu":
             _multiply(prepared, contents, out)
         else:
             multiply_gathered(prepared, contents, out)
@@ -115,7 +116,7 @@ def _rows(read: Read, contents: Sequence[Tensor], tokens: int) -> Tensor:
 
 
 def _multiply(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-    """Read by read in place, without gathering the inputs."""
+    """Read by read in place: of inputs that one target head reads, gathering costs more."""
     groups = by_group(out, len(prepared.reads))
     for group, reads in enumerate(prepared.reads):
         total, block = prepared.bias[group], prepared.weight.shape[1] // len(reads)
@@ -126,12 +127,13 @@ def _multiply(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) ->
 
 
 def multiply_gathered(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-    """One product for all groups, with float32 sums (CUDA)."""
+    """One product for all groups, with float32 sums: on CUDA, and of inputs that all heads read."""
     rows = [_rows(read, contents, len(out)) for reads in prepared.reads for read in reads]
     picked, groups = torch.stack(rows, dim=1), len(prepared.reads)
     gathered = picked.view(len(out), groups, -1).transpose(0, 1)
+    outputs = by_group(out, groups)
     if gathered.dtype == out.dtype:
-        product = torch.bmm(gathered, prepared.weight)
+        torch.baddbmm(prepared.bias, gathered, prepared.weight, out=outputs)
     else:
         product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
-    torch.add(product, prepared.bias, out=by_group(out, groups))
+        torch.add(product, prepared.bias, out=outputs)

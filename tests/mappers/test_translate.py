@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mappers.cache import KVCache, consecutive
-from mappers.content import Layer, SourceContent
+from mappers.content import SourceContent
+from mappers.content_memory import Layer, by_head
 from mappers.errors import LayoutError, NonFinite
 from mappers.geometry import Geometry
 from mappers.mapper import AffineMap, HeadReads, Heads, LayerMap, Mapper
@@ -306,6 +307,55 @@ def test_content_is_dropped_after_its_last_reader(monkeypatch: pytest.MonkeyPatc
     assert_equals_dense(given, mapper, source, TOLERANCE[torch.float32])
 
 
+@every_recipe
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, Geometry(5, 1, 512, 3, 2, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_answer_is_written_where_the_caller_wants_it(
+    recipe: str, geometry: Geometry, dtype: torch.dtype
+) -> None:
+    """Token by token or head by head, as the engines have it: the same bits as in new memory."""
+    mapper = build_mapper(recipe, geometry)
+    source, translator = source_of(mapper, dtype=dtype), Translator(mapper, chunk_tokens=7)
+    expected = translator.translate(source, dtype=dtype)
+    for head_major in (False, True):
+        shape = (TOKENS, geometry.target_heads, geometry.target_dim)
+        memory = [[torch.empty(shape, dtype=dtype) for _ in range(2)] for _ in SOURCES]
+        if head_major:
+            memory = [[by_head(tensor) for tensor in layer] for layer in memory]
+        answer = [(keys, values) for keys, values in memory]
+        given = list(translator.layers(source, dtype=dtype, answer=answer))
+        assert [id(t) for layer in given for t in layer] == [id(t) for x in answer for t in x]
+        keys, values = zip(*answer, strict=True)
+        assert same_bits(KVCache(keys, values, source.positions), expected)
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "dtype"),
+    [
+        (2, (TOKENS, 2, 6), torch.float32),
+        (3, (TOKENS - 1, 2, 6), torch.float32),
+        (3, (TOKENS, 2, 6), torch.bfloat16),
+    ],
+)
+def test_memory_that_is_not_the_answers_is_refused(
+    layers: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    mapper = build_mapper("full_head", GEOMETRIES[0])
+    answer = [(torch.empty(shape, dtype=dtype),) * 2] * layers
+    with pytest.raises(LayoutError, match=r"must be 3 layers of torch.float32 \[23, 2, 6\]"):
+        Translator(mapper).layers(source_of(mapper), dtype=torch.float32, answer=answer)
+
+
+@pytest.mark.parametrize("recipe", ["full_head", "head_local"])
+def test_source_layers_side_by_side_or_apart_give_the_same(recipe: str) -> None:
+    """A window that moves on takes up the slots that it leaves, so what is read wraps around."""
+    sources = ((0, 1, 2), (1, 2, 3), (2, 3, 4), (0, 3, 4))
+    mapper = build_mapper(recipe, GEOMETRIES[0], sources=sources)
+    source = source_of(mapper)
+    given = Translator(mapper).translate(source, dtype=torch.float32)
+    assert_equals_dense(given, mapper, source, TOLERANCE[torch.float32])
+
+
 def test_source_layers_are_pulled_only_as_far_as_the_next_target_layer_needs() -> None:
     pulled: list[int] = []
 
@@ -329,7 +379,7 @@ def test_source_layers_are_pulled_only_as_far_as_the_next_target_layer_needs() -
     assert same_bits(KVCache(keys, values, source.positions), whole)
 
 
-def test_source_layers_that_none_reads_are_let_go_at_once() -> None:
+def test_source_layers_are_let_go_once_their_content_is_made() -> None:
     mapper = build_mapper("full_head", GEOMETRIES[0])  # layer 2 is read by none, 0 late
     source = source_of(mapper)
     waiting = [(k.clone(), v.clone()) for k, v in zip(source.keys, source.values, strict=True)]
@@ -342,7 +392,7 @@ def test_source_layers_that_none_reads_are_let_go_at_once() -> None:
     stream = Translator(mapper).stream(arriving(), source.positions, dtype=torch.float32)
     next(stream)
     next(stream)
-    assert [ref() is not None for ref in alive] == [True, False, False, True, False]
+    assert [ref() is not None for ref in alive] == [True, False, False, False, False]
 
 
 def test_a_source_that_ends_early_is_an_error() -> None:
