@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,6 +30,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Everything runs and is ready. KVT_PYTHON: the interpreter of the project's environment."""
+    if find_spec("vllm") is None:
+        pytest.skip("only make test-vllm installs vLLM")
     folder = tmp_path_factory.mktemp("stack")
     made = Stack.of(folder, os.environ.get("KVT_PYTHON", sys.executable))
     try:
