@@ -163,7 +163,9 @@ def own_artifact(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def admin(own_artifact: Path) -> Iterator[TestClient]:
-    settings = Settings(artifacts=(own_artifact,), admin_token=SecretStr(ADMIN_TOKEN))
+    settings = Settings(
+        artifacts=(own_artifact,), admin_token=SecretStr(ADMIN_TOKEN), shadow_rate=0
+    )
     with serving(settings) as client:
         yield client
 
