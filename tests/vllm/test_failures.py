@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from service.client import Client
 from service.vllm.params import salt
 from tests.vllm import native
 from tests.vllm.asking import Answer, complete, export, load
 from tests.vllm.stack import Process, Stack
 
 PROMPT = 256
+MOST_FEEDBACK = 60
 Texts = list[list[int]]
 
 LIES = [
@@ -38,6 +40,12 @@ def hanging(process: Process) -> Iterator[None]:
         yield
     finally:
         process.signal(signal.SIGCONT)
+
+
+def restarted(process: Process) -> None:
+    process.kill()
+    process.start()
+    process.wait_ready()
 
 
 @pytest.mark.parametrize(("number", "lie"), list(enumerate(LIES)))
@@ -94,6 +102,21 @@ def test_a_copy_that_breaks_after_the_promise_is_computed(
     assert_native(answer, prompt, "load_failed")
 
 
+def test_a_breaker_that_is_open(stack: Stack, texts: Texts, digest: str) -> None:
+    """Answers that turn out bad, until the service gives no more."""
+    prompt = texts[29][:PROMPT]
+    handle = export(stack.small, prompt)
+    with Client(stack.translator.url) as client:
+        for number in range(MOST_FEEDBACK):
+            own = salt(digest, str(number))
+            loaded = load(stack.large, prompt, handle, digest, cache_salt=own, tokens=1).said.loaded
+            if loaded is None:
+                break
+            client.feedback(loaded.receipt, kl=5.0)
+    assert_native(load(stack.large, prompt, handle, digest), prompt, "breaker_open")
+    restarted(stack.translator)
+
+
 def test_a_translator_that_hangs(stack: Stack, texts: Texts, digest: str) -> None:
     prompt = texts[24][:PROMPT]
     handle = export(stack.small, prompt)
@@ -121,8 +144,7 @@ def test_a_translator_that_is_killed_in_the_middle(stack: Stack, texts: Texts, d
     asking.join()
     assert waited
     assert_native(answers[0], prompt, "unreachable")
-    stack.translator.start()
-    stack.translator.wait_ready()
+    restarted(stack.translator)
     # Its leases are gone with it; those that it gives now are good.
     assert_native(load(stack.large, prompt, handle, digest), prompt, "buffer_not_found")
     other = texts[26][:PROMPT]
