@@ -49,7 +49,8 @@ class BufferInfo(BaseModel):
     nbytes: int
     file_bytes: int = Field(description="Size of the file: the data, if it is there, and a page.")
     progress_offset: int = Field(
-        description="Where a little-endian u64 says how many target layers are ready."
+        description="Where two little-endian u64 say how many target layers are ready (2^64 - 1: "
+        "refused or failed) and how many tokens each has."
     )
     expires_seconds: float = Field(description="Until it ends, if nobody uses it.")
     ttl_seconds: float = Field(description="The same, after each use.")
