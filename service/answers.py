@@ -13,6 +13,8 @@ from service.transport import Approved
 from service.wire import described, laid_out, write_header
 
 SAFETENSORS = "application/vnd.safetensors"
+MAPPER_HEADER = "x-vsr-kv-mapper-id"
+"""Semantic Router: in a request the only mapper that will do, in an answer the one that did."""
 
 
 def reprefill(judged: Judged, reason: str) -> Response:
@@ -110,7 +112,7 @@ def _common(judged: Judged) -> dict[str, str]:
     return {
         "KVT-Mapper": judged.entry.id,
         "KVT-Mapper-Digest": judged.entry.digest or "",
-        "x-vsr-kv-mapper-id": judged.entry.id,
+        MAPPER_HEADER: judged.entry.id,
     }
 
 

@@ -17,6 +17,7 @@ class Call:
     """One HTTP request to /translate; ``declared_bytes`` is its Content-Length.
 
     ``client`` is what our books call the caller; the request's id is the answer's as well.
+    ``named_mapper`` is the only mapper that the caller would have.
     """
 
     service: Service
@@ -26,6 +27,7 @@ class Call:
     client: str
     ledger: Ledger
     deadline: Deadline
+    named_mapper: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from service import deadline
-from service.answers import SAFETENSORS
+from service.answers import MAPPER_HEADER, SAFETENSORS
 from service.errors import CODES
 from service.feedback import Feedback
 from service.problems import MEDIA_TYPE
@@ -147,7 +147,7 @@ _ANSWER_HEADERS = {
     "KVT-Feedback-Token": _header("Goes with either post, as a header of the same name"),
     "KVT-Unproven": _header("true when there is no evidence behind the answer"),
     "x-vsr-kv-transfer-status": _header("applied or fallback_reprefill"),
-    "x-vsr-kv-mapper-id": _header("Id of the mapper"),
+    MAPPER_HEADER: _header("Id of the mapper"),
     "X-Request-Id": _header("Our id of the request"),
 }
 _DOCUMENT_CODES = ("bad_json", "bad_document")
@@ -189,12 +189,19 @@ _DEADLINE = {
     "would_miss_deadline as soon as it is known that it takes longer",
     "schema": {"type": "number", "minimum": 0},
 }
+_NAMED_MAPPER = {
+    "name": MAPPER_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Id of the only mapper that will do: pair_not_found where the pair has another",
+    "schema": {"type": "string"},
+}
 
 TRANSLATE: dict[str, Any] = {
     "response_model": None,
     "response_class": Response,
     "openapi_extra": {
-        "parameters": [_DEADLINE],
+        "parameters": [_DEADLINE, _NAMED_MAPPER],
         "requestBody": {
             "required": True,
             "description": _BODY_TEXT,
@@ -222,7 +229,7 @@ TRANSLATE: dict[str, Any] = {
 }
 PLAN: dict[str, Any] = {
     "openapi_extra": {
-        "parameters": [_DEADLINE],
+        "parameters": [_DEADLINE, _NAMED_MAPPER],
         "requestBody": {
             "required": True,
             "content": {JSON: {"schema": _ref(TranslateRequest), "example": EXAMPLE_REQUEST}},

@@ -65,10 +65,16 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         return await transport.answer(approved, held)
 
 
-def plan(service: Service, request: TranslateRequest, client: str, deadline: Deadline) -> Plan:
+def plan(
+    service: Service,
+    request: TranslateRequest,
+    client: str,
+    deadline: Deadline,
+    named_mapper: str | None = None,
+) -> Plan:
     """Answer ``POST /translate/plan``: the same first steps, without the cache."""
     service.lifecycle.check_open()
-    entry = _identify_pair(service, request)
+    entry = _identify_pair(service, request, named_mapper)
     standing, ruling = _cheap_gate(service, entry, request, client, deadline)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
@@ -93,15 +99,17 @@ def _hopeless(call: Call) -> bool:
 
 
 def _judge(call: Call, request: TranslateRequest) -> Judged:
-    entry = _identify_pair(call.service, request)
+    entry = _identify_pair(call.service, request, call.named_mapper)
     call.ledger.pair = entry.id
     standing, ruling = _cheap_gate(call.service, entry, request, call.client, call.deadline)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
     return Judged(call, entry, request, standing, ruling)
 
 
-def _identify_pair(service: Service, request: TranslateRequest) -> Entry:
+def _identify_pair(service: Service, request: TranslateRequest, named: str | None) -> Entry:
     entry = service.store.find(request.source, request.target)
+    if named not in (None, entry.id):
+        raise Problem("pair_not_found", f"the mapper of this pair is {entry.id}, not the one named")
     check_probe(entry, request)
     mapper = entry.loaded.mapper
     limit = min(side.rope.max_position_embeddings for side in (mapper.source, mapper.target))

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from starlette.responses import Response
 
 from service import deadline, openapi, pipeline
-from service.answers import SAFETENSORS
+from service.answers import MAPPER_HEADER, SAFETENSORS
 from service.body import Body, ClientGone
 from service.body_transport import BodyTransport
 from service.buffer_transport import BufferTransport
@@ -44,7 +44,8 @@ async def translate(request: Request, service: TheService) -> Response:
         transports = _transports(service)
         body, declared = _open(request, service, tuple(transports))
         request_id, client = request.scope["kvt.request_id"], client_of(request, service)
-        call = Call(service, body, declared, request_id, client, ledger, _deadline(request))
+        limits = _deadline(request), request.headers.get(MAPPER_HEADER)
+        call = Call(service, body, declared, request_id, client, ledger, *limits)
         try:
             return await pipeline.translate(call, transports[_media_type(request)])
         except ClientGone:
@@ -69,7 +70,8 @@ async def plan(request: Request, service: TheService) -> Plan:
     """What would become of this request: the same document, without tensors."""
     raw = await small_document(request, service, MAX_DOCUMENT_BYTES)
     asked = read_document(TranslateRequest, raw)
-    return pipeline.plan(service, asked, client_of(request, service), _deadline(request))
+    limits = _deadline(request), request.headers.get(MAPPER_HEADER)
+    return pipeline.plan(service, asked, client_of(request, service), *limits)
 
 
 @router.get("/mappers")
