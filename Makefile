@@ -8,7 +8,7 @@
 #   make PYTHON=python3.12 ...     another interpreter
 #   make TORCH_INDEX=URL ...       an extra package index that holds CPU builds of torch
 #   make serve ARGS="--port 9000"  more options for the command behind the target
-#   make VLLM_CACHE=FOLDER ...     where `make test-vllm` keeps its own environment
+#   make VLLM_CACHE=FOLDER ...     where `make test-vllm` and `test-lmcache` keep their environments
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -23,6 +23,7 @@ VLLM_CACHE ?= $(HOME)/.cache/kv-translator
 # Named by what it is made from, so that every clone finds the one that fits it.
 VLLM := $(VLLM_CACHE)/vllm-$(shell cat tests/vllm/install.sh tests/vllm/constraints.txt \
 	| sha256sum | cut -c1-12)
+LMCACHE := $(VLLM_CACHE)/lmcache-$(shell cat tests/lmcache/install.sh | sha256sum | cut -c1-12)
 
 PACKAGING := pyproject.toml deploy/constraints.txt
 CREATED := $(VENV)/.created
@@ -30,7 +31,7 @@ RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-vllm bench fit-demo clean
+.PHONY: help install demo serve test test-slow test-vllm test-lmcache bench fit-demo clean
 
 DEMO := mappers/demo
 ARTIFACTS := $(DEMO)/artifacts
@@ -42,7 +43,7 @@ GROW := --source $(DEMO)/small --target $(DEMO)/large
 SHRINK := --source $(DEMO)/large --target $(DEMO)/small
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(RUNTIME)  ## Install the service into .venv
 
@@ -64,6 +65,10 @@ test-slow: $(DEVELOP)  ## The tests that take minutes
 test-vllm: $(RUNTIME) $(VLLM)/.ready  ## Two real vLLM servers, the service and the router between them
 	KVT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest \
 		-o filterwarnings=default tests/vllm $(ARGS)
+
+test-lmcache: $(LMCACHE)/.ready  ## kvt bridge lmcache against a real LMCache server
+	PYTHONPATH=$(CURDIR) $(LMCACHE)/bin/python -m pytest -o filterwarnings=default \
+		tests/lmcache $(ARGS)
 
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
@@ -95,6 +100,13 @@ $(VLLM)/.ready: | $(CREATED)
 	@echo "Installing vLLM's CPU build into $(VLLM): the first time this takes minutes"
 	rm -rf $(VLLM)
 	tests/vllm/install.sh $(VLLM) $(PYTHON) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
+$(LMCACHE)/.ready: | $(CREATED)
+	@echo "Installing LMCache into $(LMCACHE): the first time this takes minutes"
+	rm -rf $(LMCACHE)
+	tests/lmcache/install.sh $(LMCACHE) $(PYTHON) \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
 $(DEVELOP): $(RUNTIME)
