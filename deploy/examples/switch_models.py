@@ -3,11 +3,13 @@
     make serve                                            # in another terminal
     .venv/bin/python deploy/examples/switch_models.py     # or cell by cell: # %% begins one
 
+A service that listens elsewhere is named as the argument.
+
 The models are the embedded ones. For yours, name their folders or hub ids, and serve a mapper that
 ``kvt fit`` made of them.
 """
 
-import os
+import sys
 from pathlib import Path
 
 import torch
@@ -36,7 +38,7 @@ turn = small.model.generate(
 ids = turn.sequences  # prompt and answer: what the large model is to go on from
 
 # %% Its cache becomes the large model's, or None: then generate prefills, as it would anyway
-with Client(os.environ.get("KVT_URL", "http://127.0.0.1:8080")) as client:
+with Client(next(iter(sys.argv[1:]), "http://127.0.0.1:8080")) as client:
     cache = translate_cache(
         hf_compat.cache_of(turn),
         client,

@@ -17,7 +17,7 @@ def test_switching_models(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(Settings(artifacts=(EMBEDDED / "artifacts",), shadow_rate=0)) as running:
-        monkeypatch.setenv("KVT_URL", running.url)
+        monkeypatch.setattr("sys.argv", ["switch_models.py", running.url])
         left = runpy.run_path(str(EXAMPLES / "switch_models.py"))
     said = capsys.readouterr().out
     found = re.search(r"512 tokens: the large model reads (\d+) of them", said)
