@@ -37,6 +37,9 @@ class Moments:
     and ``count``, the rows. Sums are not divided by the weight.
     """
 
+    _gram: Tensor
+    _symmetric: bool
+
     def __init__(self, groups: int, inputs: int, outputs: int) -> None:
         self.count = 0
         self.weight = torch.zeros(groups, dtype=torch.float64)
