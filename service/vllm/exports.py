@@ -1,10 +1,13 @@
 """The source's side: a finished request's KV goes into a lease, and its answer says into which.
 
-The answer leaves as soon as the request has finished, so the lease is taken when it arrives, on a
-thread. The engine keeps the request's blocks until its workers have copied them.
+The answer leaves as soon as the request has finished, and has to name the lease. So that is taken
+when the request arrives, on a thread, and the request is held back for it, a moment at the most.
+The engine keeps the request's blocks until its workers have copied them.
 """
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -19,18 +22,24 @@ from service.vllm.seal import seal_bytes, seal_offset, write_seal
 
 log = logging.getLogger("vllm.kvt.exports")
 
+LEASE_SECONDS = 1.0
+"""A lease takes milliseconds; what has none by then is answered without a handle."""
+MOST_ASKED = 4
+"""With so many leases under way the service hangs, and nothing is held back for it."""
+
 
 @dataclass(frozen=True)
 class _Room:
-    """A lease under way, for a cache of so many tokens."""
+    """A lease under way, for a cache of so many tokens, and how long it is waited for."""
 
     lease: Future[Leased]
+    until_seconds: float
     tokens: int
     hops: int
 
 
 class Exports:
-    """Those of one engine. Nothing here waits."""
+    """Those of one engine. Nothing here waits; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -39,19 +48,31 @@ class Exports:
         link: Link,
         threads: Executor,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._claim, self._geometry = claim, geometry
+        self._claim, self._geometry, self._clock = claim, geometry, clock
         self._link, self._threads, self._counters = link, threads, counters
+        self._asked: list[Future[Leased]] = []
         self._rooms: dict[str, _Room] = {}
         self._copied: dict[str, Leased] = {}
         self._jobs: list[Export] = []
 
     def begin(self, request_id: str, tokens: int, hops: int) -> None:
         """Take a lease for up to so many tokens, which have been through ``hops`` translations."""
+        self._asked = [lease for lease in self._asked if not lease.done()]
+        if len(self._asked) >= MOST_ASKED:
+            self._counters.add("export", "service_hangs")
+            return
         tokens = min(tokens, self._geometry.max_tokens)
         nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
         lease = self._threads.submit(self._link.lease, nbytes)
-        self._rooms[request_id] = _Room(lease, tokens, hops)
+        self._asked.append(lease)
+        self._rooms[request_id] = _Room(lease, self._clock() + LEASE_SECONDS, tokens, hops)
+
+    def holds_back(self, request_id: str) -> bool:
+        """Whether the request should wait for its lease before it is scheduled."""
+        room = self._rooms.get(request_id)
+        return room is not None and not room.lease.done() and self._clock() < room.until_seconds
 
     def finish(
         self, request_id: str, ids: list[int], blocks: list[int], *, whole: bool

@@ -150,6 +150,7 @@ class Loads:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, NotLoaded):
+        log.info("kvt: prefilled instead: %s: %s", error.reason, error)
         return error.reason
     log.error("kvt: a translation failed: %s", type(error).__name__, exc_info=error)
     return error.code if isinstance(error, KVTranslatorError) else "internal"

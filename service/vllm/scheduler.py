@@ -44,6 +44,8 @@ class SchedulerSide:
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM's ``get_num_new_matched_tokens``; loads are asynchronous."""
+        if self._exports is not None and self._exports.holds_back(request.request_id):
+            return None, False
         if self._loads is None:
             return 0, False
         tokens = self._loads.matched(request.request_id, computed)

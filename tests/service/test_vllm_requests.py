@@ -99,7 +99,10 @@ class World:
         )  # fmt: skip
 
     def exports(self) -> Exports:
-        return Exports(CLAIM, GEOMETRY, self, self.later, self.counters)  # type: ignore[arg-type]
+        return Exports(
+            CLAIM, GEOMETRY, self, self.later, self.counters,  # type: ignore[arg-type]
+            clock=lambda: self.now,
+        )  # fmt: skip
 
     def counted(self) -> dict[str, int]:
         return {kind: requests for kind, (requests, _) in self.counters.take().items()}
@@ -273,6 +276,28 @@ def test_no_lease_no_handle(world: World) -> None:
     world.later.run()
     assert world.released == [LEASE]
     assert world.counted() == {"export buffer_budget": 1, "export lease_too_late": 1}
+
+
+def test_a_request_is_held_back_for_its_lease_but_not_for_long(world: World) -> None:
+    scheduler = side(world)
+    quick, slow = (request({"kvt": {"export": True}}, request_id=name) for name in ("q", "s"))
+    scheduler.new(quick)
+    assert scheduler.matched(quick, 0) == (None, False)
+    world.later.run()
+    assert scheduler.matched(quick, 0) == (0, False)
+    scheduler.new(slow)
+    assert scheduler.matched(slow, 0) == (None, False)
+    world.now = 1.0
+    assert scheduler.matched(slow, 0) == (0, False)
+    assert scheduler.finished(slow, [1], whole=True) == (False, None)
+
+
+def test_nothing_is_held_back_for_a_service_that_hangs(world: World) -> None:
+    exports = world.exports()
+    for number in range(5):
+        exports.begin(str(number), 6, 0)
+    assert [exports.holds_back(str(number)) for number in range(5)] == [True] * 4 + [False]
+    assert world.counted() == {"export service_hangs": 1}
 
 
 def test_an_aborted_request_gives_its_lease_back(world: World) -> None:
