@@ -82,7 +82,7 @@ def _in_order(weight: Tensor, sources: tuple[int, ...]) -> Tensor:
     order = [sorted(sources).index(source) for source in sources]
     if order == sorted(order):
         return weight
-    return weight.unflatten(0, (len(sources), -1))[order].flatten(0, 1)
+    return weight.reshape(len(sources), -1, weight.shape[1])[order].flatten(0, 1)
 
 
 def by_group(tensor: Tensor, groups: int) -> Tensor:
@@ -95,8 +95,10 @@ def by_group(tensor: Tensor, groups: int) -> Tensor:
 def _multiply(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> None:
     """Add up the products of inputs that do not lie side by side, in place."""
     total: Tensor = prepared.bias
-    weights = prepared.weight.split([x.shape[2] for x in rows], dim=1)
-    for x, weight in zip(rows, weights, strict=True):
+    first = 0
+    for x in rows:
+        weight = prepared.weight[:, first : first + x.shape[2]]
+        first += x.shape[2]
         if out.shape[0] == 1:  # one large product, which unlike a batch of one uses all cores
             torch.addmm(total[0], x[0], weight[0], out=out[0])
         else:
