@@ -81,13 +81,13 @@ def test_a_move_takes_the_cache_along_under_a_salt_that_names_the_mapper() -> No
     assert params(second)["handle"]["source"]["model"] == "small"
     # Who stays meets the same blocks again, and says through how many translations they were.
     assert third["cache_salt"] == second["cache_salt"]
-    assert params(third) == {"export": True, "hops": 1}
+    assert params(third) == {"export": True, "hops": 1, "replaces": "0" * 32}
 
 
 @pytest.mark.parametrize("plan", [PLAN | {"decision": "reprefill", "reason": "no_evidence"}, 404])
 def test_anything_but_a_plan_to_translate_is_a_plain_request(plan: Any) -> None:
     _, second = World(plan).turns("small", "large")
-    assert params(second) == {"export": True}
+    assert params(second) == {"export": True, "replaces": "0" * 32}
     assert "cache_salt" not in second
 
 

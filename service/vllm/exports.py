@@ -57,15 +57,16 @@ class Exports:
         self._copied: dict[str, Leased] = {}
         self._jobs: list[Export] = []
 
-    def begin(self, request_id: str, tokens: int, hops: int) -> None:
-        """Take a lease for up to so many tokens, which have been through ``hops`` translations."""
+    def begin(self, request_id: str, tokens: int, hops: int, replaces: str | None = None) -> None:
+        """Take a lease for up to so many tokens, which have been through ``hops`` translations,
+        and end the one that it ``replaces``."""
         self._asked = [lease for lease in self._asked if not lease.done()]
         if len(self._asked) >= MOST_ASKED:
             self._counters.add("export", "service_hangs")
             return
         tokens = min(tokens, self._geometry.max_tokens)
         nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
-        lease = self._threads.submit(self._link.lease, nbytes)
+        lease = self._threads.submit(self._lease, nbytes, replaces)
         self._asked.append(lease)
         self._rooms[request_id] = _Room(lease, self._clock() + LEASE_SECONDS, tokens, hops)
 
@@ -116,6 +117,11 @@ class Exports:
             leased = self._copied.pop(request_id, None)
             if leased is not None:
                 leased.close()
+
+    def _lease(self, nbytes: int, replaces: str | None) -> Leased:
+        if replaces is not None:
+            self._link.end(replaces)
+        return self._link.lease(nbytes)
 
     def _taken(self, room: _Room) -> Leased | None:
         if not room.lease.done():

@@ -61,8 +61,12 @@ class Link:
     def release(self, leased: Leased) -> None:
         """Give a lease back, whatever has become of it."""
         leased.close()
+        self.end(leased.id)
+
+    def end(self, lease_id: str) -> None:
+        """The same of one that is not mapped here."""
         with contextlib.suppress(httpx.HTTPError):  # it ends by itself
-            self._http.delete(f"/buffers/{leased.id}")
+            self._http.delete(f"/buffers/{lease_id}")
 
     def translate(self, request: TranslateRequest, source: str, target: Leased) -> Translated:
         """Translate what lies in the lease ``source`` into ``target``. Raises NotLoaded for any

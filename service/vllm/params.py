@@ -48,9 +48,13 @@ class Handle(_Said):
 
 class Params(_Said):
     """Of one request. ``deadline_seconds`` can only shorten the connector's own; ``hops``, for a
-    request without a handle: translations that KV under its salt has been through."""
+    request without a handle: translations that KV under its salt has been through; ``replaces``:
+    the lease of an older handle that nobody will use; ``keep``: leave that of ``handle`` for more
+    translations, where it would be given back after the first."""
 
     export: bool = False
+    replaces: BufferId | None = None
+    keep: bool = False
     handle: Handle | None = None
     mapper: Digest | None = None
     hops: Annotated[int, Field(ge=0, le=MAX_HOPS)] | None = None

@@ -38,7 +38,7 @@ class SchedulerSide:
             return
         if self._exports and params.export and (hops := _hops(request, params)) is not None:
             room = len(prompt) + min(request.max_tokens, self._answer_tokens)
-            self._exports.begin(request.request_id, room, hops)
+            self._exports.begin(request.request_id, room, hops, params.replaces)
         if self._loads and params.handle is not None:
             self._loads.begin(request.request_id, params, list(prompt), request.cache_salt)
 

@@ -59,6 +59,8 @@ class Translating:
         except BaseException:
             self._link.release(target)
             raise
+        if not params.keep:
+            self._link.end(handle.buffer)
         return Ready(target, receipt, common)
 
     def _common(self, handle: Handle, prompt: list[int], until_seconds: float) -> int:

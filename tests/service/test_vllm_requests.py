@@ -87,7 +87,10 @@ class World:
 
     def release(self, leased: Leased) -> None:
         leased.close()
-        self.released.append(leased.id)
+        self.end(leased.id)
+
+    def end(self, lease_id: str) -> None:
+        self.released.append(lease_id)
 
     def translate(self, params: Params, prompt: list[int], until_seconds: float) -> Ready:
         return Ready(self.lease(4096), receipt(self.ready_tokens), self.common)
@@ -276,6 +279,14 @@ def test_no_lease_no_handle(world: World) -> None:
     world.later.run()
     assert world.released == [LEASE]
     assert world.counted() == {"export buffer_budget": 1, "export lease_too_late": 1}
+
+
+def test_the_lease_that_an_export_replaces_goes_first(world: World) -> None:
+    scheduler = side(world)
+    scheduler.new(request({"kvt": {"export": True, "replaces": "9" * 32}}))
+    world.later.run()
+    assert world.released == ["9" * 32]
+    assert world.leases == 1
 
 
 def test_a_request_is_held_back_for_its_lease_but_not_for_long(world: World) -> None:

@@ -85,6 +85,14 @@ def test_what_lies_in_the_lease_is_what_the_body_would_have_had(live: Live, link
     nbytes = GEOMETRY.cache_bytes(covered)
     assert ready.leased.memory.data[:nbytes].numpy().tobytes() == tensors
     link.release(ready.leased)
+    with pytest.raises(NotLoaded, match="no such buffer"):  # it was for one translation
+        translating(link)(params, IDS, soon())
+
+
+def test_a_handle_may_be_kept_for_more(live: Live, link: Link) -> None:
+    params = Params(handle=exported(link), mapper=mapper(live), keep=True)
+    for _ in range(2):
+        link.release(translating(link)(params, IDS, soon()).leased)
 
 
 def test_a_prompt_that_goes_another_way_says_how_far_it_is_the_same(live: Live, link: Link) -> None:

@@ -22,7 +22,6 @@ BLOCK_TOKENS = 32
 MAX_TOKENS = 1280
 THRIFT = {
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -153,6 +152,7 @@ def _engine(name: str, service: str, folder: Path) -> Process:
         "block-size": BLOCK_TOKENS,
         "max-model-len": MAX_TOKENS,
         "max-num-seqs": 4,
+        "kv-cache-memory-bytes": 128 << 20,
         "max-logprobs": 20,
         "kv-transfer-config": json.dumps(transfer),
     }

@@ -124,11 +124,12 @@ class Router:
         if before is None:
             return "first", _said(export=True)
         if before.engine == engine:
-            extra = _said(export=True, hops=before.handle.hops)
+            extra = _said(export=True, hops=before.handle.hops, replaces=before.handle.buffer)
             return "stayed", extra | ({"cache_salt": before.salt} if before.salt else {})
         plan = await self._plan(before.handle, engine, session_id)
         if plan is None or plan.decision != "translate":
-            return (plan and plan.reason) or "no_plan", _said(export=True)
+            plain = _said(export=True, replaces=before.handle.buffer)
+            return (plan and plan.reason) or "no_plan", plain
         handle = before.handle.model_dump(mode="json", exclude_none=True)
         limits = {"domain": self._config.domain, "session_id": session_id}
         said = _said(export=True, handle=handle, mapper=plan.digest, **limits)
