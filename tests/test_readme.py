@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from service.cli import app
 from service.errors import CODES
@@ -69,8 +70,10 @@ def test_the_first_screen_has_the_two_commands() -> None:
 
 @pytest.mark.parametrize("line", kvt_commands())
 def test_kvt_commands_parse(line: str) -> None:
-    _, name, *arguments = shlex.split(line)
-    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    _, *arguments = shlex.split(line)
+    command = typer.main.get_command(app)
+    while isinstance(command, TyperGroup) and arguments:
+        command = command.commands[arguments.pop(0)]
     context = typer.Context(command)
     given, rest, _ = command.make_parser(context).parse_args([*arguments])
     assert rest == []
