@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,12 +43,12 @@ class Moments:
 
     def __init__(self, groups: int, inputs: int, outputs: int) -> None:
         self.count = 0
-        self.weight = torch.zeros(groups, dtype=torch.float64)
-        self.mean_x = torch.zeros(groups, inputs, dtype=torch.float64)
-        self.mean_y = torch.zeros(groups, outputs, dtype=torch.float64)
-        self.gram = torch.zeros(groups, inputs, inputs, dtype=torch.float64)
-        self.cross = torch.zeros(groups, inputs, outputs, dtype=torch.float64)
-        self.squares_y = torch.zeros(groups, outputs, dtype=torch.float64)
+        self.weight = _zeros(groups)
+        self.mean_x = _zeros(groups, inputs)
+        self.mean_y = _zeros(groups, outputs)
+        self.gram = _zeros(groups, inputs, inputs)
+        self.cross = _zeros(groups, inputs, outputs)
+        self.squares_y = _zeros(groups, outputs)
 
     @property
     def gram(self) -> Tensor:
@@ -200,6 +201,12 @@ class Moments:
                 f"moments of shape {list(self.cross.shape)} and {list(other.cross.shape)} "
                 "do not belong together"
             )
+
+
+def _zeros(*shape: int) -> Tensor:
+    """Zeros that take memory only when they are added to: sums that are only there to be replaced,
+    by those of a checkpoint, would otherwise take all that a fit may have once more."""
+    return torch.from_numpy(np.zeros(shape))
 
 
 def _add_upper(gram: Tensor, rows: Tensor) -> None:

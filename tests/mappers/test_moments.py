@@ -1,5 +1,6 @@
 """Moments against sums written out in numpy, whatever the chunks, offsets and order of merging."""
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -322,3 +323,15 @@ def test_a_pair_checkpoint_must_fit_its_own_facts(tmp_path: Path, fault: dict[st
 def test_different_pairs_do_not_merge() -> None:
     with pytest.raises(LayoutError, match="do not belong together"):
         PairMoments(GEOMETRY, "per_head").merge(PairMoments(GEOMETRY, "all_heads"))
+
+
+def test_sums_that_nothing_was_added_to_take_no_memory() -> None:
+    before = resident_bytes()
+    empty = Moments(1, 8_000, 100)
+    assert empty.gram.nbytes > 500_000_000
+    assert resident_bytes() - before < 50_000_000
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
