@@ -1,22 +1,40 @@
-"""One prompt's KV from one model's chunks to another's: read, translate, write under a salt.
+"""One prompt's KV from one model's store to another's: read, translate, write under a salt.
 
 The salt names the mapper, so that what was translated never answers a request that did not ask for
 it. Whatever goes wrong, the answer is to prefill.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from mappers.cache import KVCache
 from mappers.errors import KVTranslatorError
 from mappers.identity import IdentityClaim
 from service.answer import Reprefill
-from service.bridge.chunks import Chunks
 from service.client import Client
 from service.hf import request_of
 from service.policy import Word
 from service.vllm.params import is_translated, salt
+
+
+class Kept(Protocol):
+    """The KV of one model that a store keeps, in whole chunks of tokens, under salts."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Only multiples of it are kept."""
+        ...
+
+    def read(self, token_ids: Sequence[int], salt: str) -> KVCache | None:
+        """What is kept of the first of these tokens. Raises KVTranslatorError."""
+        ...
+
+    def write(self, cache: KVCache, token_ids: Sequence[int], salt: str) -> None:
+        """Keep the cache of these tokens, whole chunks. Raises KVTranslatorError."""
+        ...
 
 
 class Job(BaseModel):
@@ -60,8 +78,8 @@ class Bridge(NamedTuple):
 
     client: Client
     claims: tuple[IdentityClaim, IdentityClaim]
-    source: Chunks
-    target: Chunks
+    source: Kept
+    target: Kept
 
     def carry(self, job: Job) -> Carried:
         """Read, translate, write."""
@@ -73,7 +91,7 @@ class Bridge(NamedTuple):
     def _carry(self, job: Job) -> Carried:
         cache = self.source.read(job.token_ids, job.source_salt)
         if cache is None:
-            return _not("not_cached", "LMCache has no whole chunk of the source's for this prompt")
+            return _not("not_cached", "there is no whole chunk of the source's for this prompt")
         source, target = self.claims
         ids = torch.tensor(job.token_ids)
         request = request_of(cache, source=source, target=target, prompt_ids=ids, **job.limits)

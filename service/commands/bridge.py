@@ -1,8 +1,9 @@
-"""``kvt bridge lmcache``: translate between two models' caches in an LMCache server."""
+"""``kvt bridge``: translate between two models' caches in an LMCache server or SGLang's folders."""
 
 import sys
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import ValidationError
@@ -11,10 +12,16 @@ from service.commands.exits import Code, Failure, fault_of
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.client import Client
-    from service.schemas import MapperInfo
+    from collections.abc import Sequence
 
-_PORT = Settings.model_fields["port"].default
+    from service.bridge.carry import Kept
+    from service.client import Client
+    from service.schemas import MapperInfo, SideInfo
+
+_URL = f"http://127.0.0.1:{Settings.model_fields['port'].default}"
+Source = Annotated[str, typer.Option(help="MODEL or MODEL@VERSION that has the caches.")]
+Target = Annotated[str, typer.Option(help="MODEL or MODEL@VERSION that is to have them.")]
+Url = Annotated[str, typer.Option(help="This service.")]
 
 bridge = typer.Typer(
     name="bridge",
@@ -23,16 +30,11 @@ bridge = typer.Typer(
 )
 
 
-@bridge.callback()
-def _group() -> None:
-    """A group, although it has one command."""
-
-
 @bridge.command()
 def lmcache(
-    source: Annotated[str, typer.Option(help="MODEL or MODEL@VERSION that has the caches.")],
-    target: Annotated[str, typer.Option(help="MODEL or MODEL@VERSION that is to have them.")],
-    url: Annotated[str, typer.Option(help="This service.")] = f"http://127.0.0.1:{_PORT}",
+    source: Source,
+    target: Target,
+    url: Url = _URL,
     lmcache_url: Annotated[
         str, typer.Option(help="LMCache's request port; the scheme says ZMQ or gRPC.")
     ] = "tcp://127.0.0.1:5555",
@@ -56,31 +58,82 @@ def lmcache(
 
     Needs an environment that has LMCache as well; models on one rank, plain 16- or 32-bit caches.
     """
-    from service.bridge.carry import Bridge, Job
     from service.bridge.chunks import connect
     from service.client import Client
-    from service.listed import claim_of_listed
 
     with ExitStack() as open_:
         client = open_.enter_context(Client(url))
         mapper = _mapper(client, source, target)
-        claims = claim_of_listed(mapper.source), claim_of_listed(mapper.target)
-        if claims[0] is None or claims[1] is None or not (mapper.source and mapper.target):
-            raise Failure(Code.IDENTITY, "models with a scaled rope cannot be named this way")
         ends = [
             open_.enter_context(
                 closing(connect(lmcache_url, lmcache_http_url, name or side.model, side, seconds))
             )
-            for name, side in ((source_name, mapper.source), (target_name, mapper.target))
+            for name, side in zip((source_name, target_name), _sides(mapper), strict=True)
         ]
-        over = Bridge(client, (claims[0], claims[1]), *ends)
-        for line in sys.stdin:
-            try:
-                job = Job.model_validate_json(line)
-            except ValidationError as error:
-                raise Failure(Code.DATA, fault_of(error)) from error
-            typer.echo(over.carry(job).model_dump_json(exclude_none=True))
-            sys.stdout.flush()
+        _answer(client, mapper, ends)
+
+
+@bridge.command()
+def sglang(
+    source: Source,
+    target: Target,
+    source_pages: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="The source's folder of pages.")
+    ],
+    target_pages: Annotated[Path, typer.Option(exists=True, file_okay=False, help="The target's.")],
+    page_tokens: Annotated[int, typer.Option(min=1, help="--page-size of both engines.")],
+    url: Url = _URL,
+    layout: Annotated[
+        Literal["layer_first", "page_first"], typer.Option(help="--hicache-mem-layout of both.")
+    ] = "layer_first",
+    source_name: Annotated[
+        str | None, typer.Option(help="The source's --served-model-name (default: MODEL).")
+    ] = None,
+    target_name: Annotated[
+        str | None, typer.Option(help="The target's --served-model-name (default: MODEL).")
+    ] = None,
+) -> None:
+    """The same between two folders of SGLang's `file` backend (HiCache).
+
+    Prompts and answers are those of `kvt bridge lmcache`. The request to the target's engine has to
+    carry the answer's cache_salt.
+    """
+    from service.bridge.pages import Pages
+    from service.client import Client
+
+    with Client(url) as client:
+        mapper = _mapper(client, source, target)
+        folders, names = (source_pages, target_pages), (source_name, target_name)
+        ends = [
+            Pages(folder, name or side.model, side, page_tokens=page_tokens, layout=layout)
+            for folder, name, side in zip(folders, names, _sides(mapper), strict=True)
+        ]
+        _answer(client, mapper, ends)
+
+
+def _answer(client: "Client", mapper: "MapperInfo", ends: "Sequence[Kept]") -> None:
+    """A line for each line. Raises Failure for one that is no job."""
+    from service.bridge.carry import Bridge, Job
+    from service.listed import claim_of_listed
+
+    claims = [claim for side in _sides(mapper) if (claim := claim_of_listed(side))]
+    if len(claims) != len(ends):
+        raise Failure(Code.IDENTITY, "models with a scaled rope cannot be named this way")
+    over = Bridge(client, (claims[0], claims[1]), ends[0], ends[1])
+    for line in sys.stdin:
+        try:
+            job = Job.model_validate_json(line)
+        except ValidationError as error:
+            raise Failure(Code.DATA, fault_of(error)) from error
+        typer.echo(over.carry(job).model_dump_json(exclude_none=True))
+        sys.stdout.flush()
+
+
+def _sides(mapper: "MapperInfo") -> "tuple[SideInfo, SideInfo]":
+    """Source and target; a mapper that was found by their names has both. Raises Failure."""
+    if mapper.source is None or mapper.target is None:
+        raise Failure(Code.ARTIFACT, "the service could not read the mapper")
+    return mapper.source, mapper.target
 
 
 def _mapper(client: "Client", source: str, target: str) -> "MapperInfo":
