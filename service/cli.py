@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import typer
 
+from service.commands.bench import bench
 from service.commands.bridge import bridge
 from service.commands.demo import demo
 from service.commands.doctor import doctor
@@ -32,7 +33,7 @@ app = typer.Typer(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use": (demo, serve, translate),
     "Make": (fit, evaluate),
-    "Look at": (doctor, inspect, verify),
+    "Look at": (bench, doctor, inspect, verify),
     "Exchange": (export, import_),
 }
 for _panel, _commands in _PANELS.items():

@@ -22,15 +22,16 @@ import torch
 import typer
 from torch import Tensor
 
+from mappers.bench_pairs import PAIRS, random_mapper
 from mappers.mapper import Mapper
 from mappers.recipes import recipe_of
-from tests.bench.geometries import PAIRS, random_mapper
 
 PADDED_ROWS = 256
+GEOMETRIES = ["demo", "smollm2-135m", "qwen3-0.6b:qwen3-1.7b"]
 
 
 def main(
-    geometry: Annotated[list[str], typer.Option(help="pairs to measure")] = [*PAIRS],  # noqa: B006
+    geometry: Annotated[list[str], typer.Option(help="pairs to measure")] = GEOMETRIES,
     tokens: Annotated[list[int], typer.Option(help="rows of a request")] = [32, 64, 128, 256],  # noqa: B006
     recipe: Annotated[list[str], typer.Option()] = ["full_head", "head_local"],  # noqa: B006
     k: Annotated[int, typer.Option(help="source layers a target layer reads")] = 4,

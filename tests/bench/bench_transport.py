@@ -20,10 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Annotated
 
 import httpx
@@ -31,6 +30,8 @@ import torch
 import typer
 
 from mappers import artifact
+from mappers.bench_pairs import PAIRS, Pair, random_cache, random_mapper
+from mappers.bench_rounds import Step, take_turns
 from mappers.cache import DTYPES, KVCache
 from mappers.identity import ModelIdentity
 from mappers.layouts import Layout
@@ -45,9 +46,7 @@ from service.memfd import file_bytes
 from service.schemas import TranslateRequest
 from service.upload import Upload
 from tests.bench.echo import HEADER
-from tests.bench.geometries import PAIRS, Pair, random_cache, random_mapper
 
-Step = Callable[[], None]
 TIMEOUT_SECONDS = 600.0
 
 
@@ -76,7 +75,7 @@ def _rows(
     pair: Pair, mapper: Mapper, tokens: int, dtype: str, threads: int, rounds: int
 ) -> Iterator[dict[str, object]]:
     cache = random_cache(pair, tokens, DTYPES[dtype], "cpu")
-    request = _request(pair, tokens, dtype)
+    request = request_of(pair, tokens, dtype)
     payload = cache.nbytes + _target_bytes(mapper.target, tokens, dtype)
     peaks: dict[str, float] = {}
     with ExitStack() as held:
@@ -94,7 +93,7 @@ def _rows(
             leases = file_bytes(cache.nbytes) + file_bytes(payload - cache.nbytes)
             shared = leases if buffers else 0
             peaks[path] = _peak_bytes(served.pid, steps[path]) + shared
-        seconds = _take_turns(steps, rounds)
+        seconds = take_turns(steps, rounds)
     for path, spent in seconds.items():
         moving = (spent - seconds["direct"]) / seconds["echo"]
         yield {
@@ -109,19 +108,7 @@ def _rows(
         }
 
 
-def _take_turns(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """Median seconds of each step, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    return {name: median(values) for name, values in seconds.items()}
-
-
-def _request(pair: Pair, tokens: int, dtype: str) -> TranslateRequest:
+def request_of(pair: Pair, tokens: int, dtype: str) -> TranslateRequest:
     source, target = (
         claim_of(side).model_copy(update={"kv_dtype": dtype}) for side in pair.identities()
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mappers.bench_pairs import PAIRS, random_cache, random_mapper
 from mappers.cache import KVCache
 from mappers.mapper import Mapper
 from mappers.profile import CalibrationProfile
@@ -22,7 +23,6 @@ from mappers.profile_fit import ProfileBuilder
 from mappers.sample import largest
 from mappers.translate import Translator
 from tests.bench.gate_data import Family
-from tests.bench.geometries import PAIRS, random_cache, random_mapper
 
 LARGE = "qwen3-0.6b:qwen3-1.7b"
 RECIPES = (("full_head", 4), ("head_local", 8))

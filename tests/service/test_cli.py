@@ -31,6 +31,7 @@ from tests.service.tiny_family import TOKENS, fit_arguments
 from tests.service.tiny_family import family as tiny_family
 
 COMMANDS = (
+    "bench",
     "demo",
     "serve",
     "translate",

@@ -1,4 +1,4 @@
-"""The pairs of models that are measured: shapes of real families, without their weights.
+"""The pairs of models that benchmarks measure: shapes of real families, without their weights.
 
 Time depends on shapes, not on values, so random weights do. The numbers are those of the
 published config.json files, as is ``rope_theta``.
@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from mappers.cache import KVCache
 from mappers.geometry import Geometry
 from mappers.identity import ModelIdentity
-from mappers.mapper import AffineMap, LayerMap, Mapper
+from mappers.mapper import AffineMap, Heads, LayerMap, Mapper
 from mappers.prefixes import ExactPrefixes
 from mappers.recipes import RECIPES
 
@@ -64,18 +64,20 @@ def _smollm2_135m(layers: int) -> PretrainedConfig:
     )
 
 
-def _qwen3(hidden_size: int, intermediate_size: int) -> PretrainedConfig:
+def _qwen3(
+    hidden_size: int, intermediate_size: int, *, layers: int = 28, heads: int = 16
+) -> PretrainedConfig:
     return Qwen3Config(
         vocab_size=151_936,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=True,
+        tie_word_embeddings=layers == 28,
     )
 
 
@@ -83,30 +85,39 @@ PAIRS = {
     "demo": Pair(source=_demo(4, 10_000.0), target=_demo(8, 500_000.0)),
     "smollm2-135m": Pair(source=_smollm2_135m(22), target=_smollm2_135m(30)),
     "qwen3-0.6b:qwen3-1.7b": Pair(source=_qwen3(1_024, 3_072), target=_qwen3(2_048, 6_144)),
+    "qwen3-14b:qwen3-32b": Pair(
+        source=_qwen3(5_120, 17_408, layers=40, heads=40),
+        target=_qwen3(5_120, 25_600, layers=64, heads=64),
+    ),
 }
 
 
-def random_mapper(pair: Pair, *, recipe: str, k: int) -> Mapper:
-    """A mapper of this shape whose every target layer reads the k source layers nearest to it.
+def random_mapper(pair: Pair, *, recipe: str, k: int, dtype: torch.dtype = torch.float32) -> Mapper:
+    """A mapper of this shape whose every target layer reads the k source layers nearest to it;
+    with ``top_heads`` all their heads, all target heads the same.
 
-    Weights are float32 on the CPU, scaled so that outputs keep the size of the inputs.
+    Weights are ``dtype`` on the CPU, scaled so that outputs keep the size of the inputs.
     """
     source, target = pair.identities()
     geometry = Geometry.of(source, target)
-    inputs, outputs = RECIPES[recipe].weight_shape(geometry, k)
-    layers = tuple(
-        LayerMap(
-            sources=_nearest(layer, geometry, k),
-            keys=_random_map(inputs, outputs),
-            values=_random_map(inputs, outputs),
-        )
-        for layer in range(geometry.target_layers)
-    )
+    joint = RECIPES[recipe].structure == "joint"
+    reads = k * geometry.source_heads if joint else k
+    inputs, outputs = RECIPES[recipe].weight_shape(geometry, reads)
+
+    def affine(sources: tuple[int, ...], kind: int) -> AffineMap:
+        heads = _heads_of(sources, geometry, kind) if joint else None
+        weight = torch.empty(inputs, outputs, dtype=dtype).normal_(std=inputs**-0.5)
+        return AffineMap(weight, torch.zeros(outputs), heads)
+
+    def layer(index: int) -> LayerMap:
+        sources = _nearest(index, geometry, k)
+        return LayerMap(sources, affine(sources, 0), affine(sources, 1))
+
     return Mapper(
         source=source,
         target=target,
         recipe=recipe,
-        layers=layers,
+        layers=tuple(layer(index) for index in range(geometry.target_layers)),
         prefixes=ExactPrefixes(),
         skipped_positions=0,
     )
@@ -122,8 +133,10 @@ def random_cache(pair: Pair, tokens: int, dtype: torch.dtype, device: str) -> KV
     )
 
 
-def _random_map(inputs: int, outputs: int) -> AffineMap:
-    return AffineMap(weight=torch.randn(inputs, outputs) / inputs**0.5, bias=torch.zeros(outputs))
+def _heads_of(sources: tuple[int, ...], geometry: Geometry, kind: int) -> Heads:
+    """All heads of these layers' keys (kind 0) or values (1), for all target heads."""
+    first = [(kind * geometry.source_layers + source) * geometry.source_heads for source in sources]
+    return (tuple(number + head for number in first for head in range(geometry.source_heads)),)
 
 
 def _nearest(target_layer: int, geometry: Geometry, k: int) -> tuple[int, ...]:
