@@ -153,7 +153,7 @@ def _show(rows: list[Row]) -> None:
 
     console = Console()
     console.print(rows[0]["hardware"], highlight=False)
-    heads = ("tokens", "tokens/s", "over gemm", "over prefill", "load s", "MiB", "load peak MiB")
+    heads = ("tokens", "tokens/s", "x gemm", "x prefill", "load s", "MiB", "peak MiB")
     for name in dict.fromkeys(row["geometry"] for row in rows):
         table = Table("recipe", box=box.SIMPLE, pad_edge=False, title=name, title_justify="left")
         for head in heads:

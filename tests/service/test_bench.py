@@ -50,7 +50,7 @@ def test_a_table_for_people_and_no_prefill_where_none_is_wanted() -> None:
     result = bench(*SMALL, "--recipe", "full_head", "--no-prefill")
     assert result.exit_code == 0, result.output
     assert "full_head" in result.stdout
-    assert "over gemm" in result.stdout
+    assert "x gemm" in result.stdout
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
