@@ -12,6 +12,7 @@ they are asked to ``service/vllm/``, which knows nothing of vLLM. The interface 
 ``vllm/distributed/kv_transfer/kv_connector/v1/base.py``.
 """
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,6 +50,7 @@ from service.vllm.stats import KVTranslationMetrics, KVTranslationStats
 from service.vllm.translating import Translating
 from service.vllm.worker import RankCache, WorkerSide
 
+IDLE_SECONDS = 0.001
 THREADS = 4
 """Translations and leases that wait for the service at the same time."""
 
@@ -105,7 +107,10 @@ class KVTranslationConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
             self._scheduler.allocated(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The new jobs."""
+        """The new jobs. A step in which nothing runs is one in which the engine waits for us."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            # It asks again at once, and would keep Python's lock from the threads that answer.
+            time.sleep(IDLE_SECONDS)
         return Step(self._scheduler.jobs() if self._scheduler is not None else Jobs())
 
     def update_connector_output(self, connector_output: Any) -> None:
