@@ -85,17 +85,20 @@ def unsafe_calls(tree: ast.Module) -> Iterator[int]:
 def broad_excepts(tree: ast.Module) -> Iterator[int]:
     """`except:`, `except Exception` and `except BaseException`, alone or in a tuple.
 
-    One that ends by raising again is a clean-up, and swallows nothing.
+    One that ends by raising again is a clean-up, and one that returns what it caught hands it on:
+    neither swallows anything.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and not _raises_again(node):
+        if isinstance(node, ast.ExceptHandler) and not _hands_on(node):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(c is None or dotted(c) in {"Exception", "BaseException"} for c in caught):
                 yield node.lineno
 
 
-def _raises_again(handler: ast.ExceptHandler) -> bool:
+def _hands_on(handler: ast.ExceptHandler) -> bool:
     last = handler.body[-1]
+    if isinstance(last, ast.Return) and handler.name is not None:
+        return any(isinstance(n, ast.Name) and n.id == handler.name for n in ast.walk(last))
     return isinstance(last, ast.Raise) and last.exc is None
 
 
