@@ -156,6 +156,7 @@ def _show(rows: list[Row]) -> None:
     heads = ("tokens", "tokens/s", "x gemm", "x prefill", "load s", "MiB", "peak MiB")
     for name in dict.fromkeys(row["geometry"] for row in rows):
         table = Table("recipe", box=box.SIMPLE, pad_edge=False, title=name, title_justify="left")
+        table.padding = (0, 1, 0, 0)
         for head in heads:
             table.add_column(head, justify="right")
         for row in rows:
