@@ -213,6 +213,12 @@ def test_a_handler_that_raises_again_is_allowed() -> None:
     assert list(broad_excepts(tree)) == []
 
 
+def test_a_handler_that_returns_what_it_caught_is_allowed_and_another_value_is_not() -> None:
+    source = "def g():\n    try: f()\n    except BaseException as end:\n        return {}, 1"
+    assert list(broad_excepts(ast.parse(source.format("end")))) == []
+    assert list(broad_excepts(ast.parse(source.format("None")))) == [3]
+
+
 def test_an_environment_read_inside_a_function_is_allowed() -> None:
     tree = ast.parse("import os\ndef f():\n    return os.environ['X'], lambda: os.getenv('Y')")
     assert list(environment_at_import(tree)) == []
