@@ -58,9 +58,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.Monk
         raise TooLittleMemory(what, needed_bytes, 1 << 20)
 
     monkeypatch.setattr(mappers.bench_room, "check_room", little)
-    result = bench(
-        "--geometry", "qwen3-14b:qwen3-32b", "--recipe", "full_head", "--k", "40", "--no-prefill"
-    )
+    result = bench("--geometry", "qwen3-14b:qwen3-32b", "--recipe", "head_local", "--no-prefill")
     assert result.exit_code == Code.DATA
     assert "artifact, weights and caches take" in result.stderr
 
