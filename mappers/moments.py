@@ -125,8 +125,9 @@ class Moments:
         part.mean_y = self.mean_y[of].gather(1, outputs)
         part.squares_y = self.squares_y[of].gather(1, outputs)
         wanted = list(zip(groups, inputs, outputs, strict=True))
-        part.gram = torch.stack([self.gram[g][i][:, i] for g, i, _ in wanted])
-        part.cross = torch.stack([self.cross[g][i][:, o] for g, i, o in wanted])
+        # Rows and columns at once: whole rows of a large matrix are not copied for a few columns.
+        part.gram = torch.stack([self.gram[g][i[:, None], i] for g, i, _ in wanted])
+        part.cross = torch.stack([self.cross[g][i[:, None], o] for g, i, o in wanted])
         return part
 
     def scaled(self, factor: Tensor) -> "Moments":
