@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
+import torch
 from starlette.responses import Response
+from torch import Tensor
 
 from service import answers
 from service.allocators import Memory
@@ -89,6 +91,9 @@ class BufferTransport:
         running.future.result()
         if running.work.refusal is not None:  # against what the content gate had proven
             raise Problem("internal_invariant", "a layer came out with values that are not finite")
+        done, layers = running.work.ready_layers, running.work.target.geometry.layers
+        if done != layers:
+            raise Problem("internal_invariant", f"{done} of {layers} layers were translated")
         self._publish(running)
 
     def _publish(self, running: Running) -> None:
@@ -103,7 +108,13 @@ class BufferTransport:
             return
         self._target.ready_layers = None
         if space.begun:
-            await asyncio.to_thread(space.answer.fill_, POISON)
+            await asyncio.to_thread(_poison, space.answer)
+
+
+def _poison(answer: Tensor) -> None:
+    answer.fill_(POISON)
+    if answer.is_cuda:  # not later, when the lease may be somebody else's
+        torch.cuda.synchronize(answer.device)
 
 
 def _check_size(side: str, memory: Memory, needed_bytes: int) -> None:

@@ -94,10 +94,13 @@ class SharedMemory:
     def held_elsewhere(self) -> bool:
         """Whether a ``handle`` of it is open, under way or mapped. False where nobody can know it,
         because the kernel gives no leases (fs.leases-enable = 0)."""
+        return self._held() is True
+
+    def _held(self) -> bool | None:
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError as error:
-            return error.errno == errno.EAGAIN
+            return True if error.errno == errno.EAGAIN else None
         fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
@@ -105,8 +108,12 @@ class SharedMemory:
         """Give the pages back to the kernel: what views of it are left read zeros.
 
         Takes a second for ten GiB, while other threads run, which Python's unmapping would not let
-        them; that is quick afterwards. Where the kernel refuses, the pages go with the last view.
+        them; that is quick afterwards. Where the kernel refuses, or does not say whether somebody
+        still has it mapped and would find zeros there, the pages go with the last view.
         """
+        if self._held() is None:
+            self.close()
+            return
         size = file_bytes(self.nbytes)
         _libc().madvise(self._address, size, mmap.MADV_DONTNEED)
         _libc().fallocate(self.descriptor, _PUNCH_HOLE | _KEEP_SIZE, 0, size)

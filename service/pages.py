@@ -32,4 +32,5 @@ class Pages:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+            with contextlib.suppress(OSError):  # pages that are locked: they stay, and are right
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)

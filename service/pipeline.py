@@ -231,8 +231,9 @@ async def _start(
     been computed and seen: after the first byte there is no way to say re-prefill.
     """
     emission = Emission()
-    steps = work.run(emission, lambda: _too_late(judged, turn, work))
-    device = judged.call.service.worker.running(turn, steps, emission)
+    worker = judged.call.service.worker
+    steps = work.run(emission, lambda: _too_late(judged, turn, work), worker.working_ahead)
+    device = worker.running(turn, steps, emission)
     future = await held.enter_async_context(device)
     await _ingest(judged.call, transport, work)
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from service.schemas import TranslateRequest
 from service.side import Side
 from service.space import Space
 from service.turns import Steps
-from service.worker import Emission
+from service.worker import Emission, WorkingAhead
 
 # A rotation adds at most two numbers, and scaling factors (YaRN) lie well below 4.
 ROTARY_MARGIN = 8.0
@@ -77,12 +77,13 @@ class Translation:
         """Ends of the parts of ``space.received`` with which there is something more to do."""
         return sorted({*self._source.needed_bytes, self.space.received.numel()})
 
-    def run(self, emission: Emission, too_late: Callable[[], bool]) -> Steps:
+    def run(self, emission: Emission, too_late: Callable[[], bool], ahead: WorkingAhead) -> Steps:
         """For the device thread: look at each source layer when it has arrived, rule when all have,
         translate. While some are still to come, target layers that need none of them are
         translated; nobody sees them before the ruling. ``too_late`` is asked before that."""
         try:
-            yield from self._look(emission)
+            yield from self._look(emission, ahead)
+            ahead.give_back(self)
             if too_late():
                 self.refusal = "would_miss_deadline"
                 return
@@ -92,15 +93,16 @@ class Translation:
         except NonFinite:
             self.refusal = "non_finite"
         finally:
+            ahead.give_back(self)
             self._layers = iter(())  # a client that reads slowly is to hold no workspace
 
-    def _look(self, emission: Emission) -> Steps:
+    def _look(self, emission: Emission, ahead: WorkingAhead) -> Steps:
         """Show the content gate all layers, as they arrive."""
         for layer, needed_bytes in enumerate(self._source.needed_bytes):
             yield from self._arrival(needed_bytes)
             with self._timed("content_gate"):
                 self._inspection.add(*self._source.layer(layer))
-            yield from self._work_ahead(emission)
+            yield from self._work_ahead(emission, ahead)
         yield from self._arrival(self.space.received.numel())
 
     def _arrival(self, needed_bytes: int) -> Steps:
@@ -108,9 +110,9 @@ class Translation:
         while self.space.arrived_bytes < needed_bytes:
             yield lambda: self.space.arrived_bytes >= needed_bytes
 
-    def _work_ahead(self, emission: Emission) -> Steps:
+    def _work_ahead(self, emission: Emission, ahead: WorkingAhead) -> Steps:
         """Translate what can be, unless a ruling is as good as there: it comes first."""
-        while self._may_work_ahead():
+        while self._may_work_ahead() and ahead.take(self):
             try:
                 yield from self._translate(self.ready_layers + 1, emission)
             except NonFinite:

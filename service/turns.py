@@ -74,11 +74,15 @@ class Turns:
             return sum(turn.left_seconds for turn in self._turns)
 
     def ahead_seconds(self, expected_seconds: float) -> float:
-        """How long a request of this prediction would wait if it came now and nobody after it; what
-        is still being sent counts as if it were there."""
+        """How long a request of this prediction would wait if it came now and nobody after it. What
+        is still being sent does not count: a slow sender keeps no device busy."""
         due = self._due(expected_seconds)
         with self._changed:
-            return sum(turn.left_seconds for turn in self._turns if turn.due_seconds <= due)
+            return sum(
+                turn.left_seconds
+                for turn in self._turns
+                if turn.due_seconds <= due and (turn is self._running or turn.can_go_on)
+            )
 
     def promise(self, expected_seconds: float) -> Turn:
         """A place in the order, from now on; its work may come later. ``withdraw`` ends it."""
@@ -149,17 +153,19 @@ class Turns:
             self._remove(turn)
 
     def _remove(self, turn: Turn, end: BaseException | None = None) -> None:
-        """Take it off the list, and tell whoever waits for its end; None: it is cut short."""
+        """Take it off the list, and tell whoever waits for its end; None: it is cut short, or has
+        never begun, which is no success either."""
         if turn not in self._turns:
             return
         self._turns.remove(turn)
-        if end is None and turn.steps is not None:
-            turn.steps.close()
-            end = Cancelled()
-        if end is None or isinstance(end, StopIteration):
-            turn.ended.set_result(None)
-        else:
-            turn.ended.set_exception(end)
+        try:
+            if end is None and turn.steps is not None:
+                turn.steps.close()
+        finally:
+            if isinstance(end, StopIteration):
+                turn.ended.set_result(None)
+            else:
+                turn.ended.set_exception(end or Cancelled())
 
 
 def _advance(steps: Steps) -> tuple[BaseException | None, Ready | None]:

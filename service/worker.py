@@ -65,6 +65,7 @@ class Worker:
     def __init__(self, settings: Settings, metrics: Metrics, turns: Turns | None = None) -> None:
         self._settings, self._metrics = settings, metrics
         self.turns = turns or Turns()
+        self.working_ahead = WorkingAhead()
         self._thread = threading.Thread(target=self._serve, name="kvt-device", daemon=True)
         self._starting = threading.Lock()
         self.in_flight = 0
@@ -129,7 +130,7 @@ class Worker:
         finally:
             emission.cancel()
             self.turns.withdraw(turn)
-            await asyncio.wait([future])
+            await _ended(future)
             # Looked at here, whether or not the block did, so that no fault goes unnoticed twice.
             future.cancelled() or future.exception()
 
@@ -181,6 +182,37 @@ class Worker:
     def _count(self, nbytes: int) -> None:
         self.in_flight_bytes += nbytes
         self._metrics.in_flight_bytes.set(self.in_flight_bytes)
+
+
+async def _ended(future: asyncio.Future[None]) -> None:
+    """Wait for it, however often we are told not to: the device still writes what is freed next."""
+    interrupted: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as again:
+            interrupted = again
+    if interrupted is not None:
+        raise interrupted
+
+
+class WorkingAhead:
+    """Lets one request at a time compute before all of its source has arrived: each holds a
+    workspace meanwhile, which no budget counts. For the device thread."""
+
+    def __init__(self) -> None:
+        self._holder: object | None = None
+
+    def take(self, who: object) -> bool:
+        """Whether it may, from now until it gives the permission back."""
+        if self._holder is None:
+            self._holder = who
+        return self._holder is who
+
+    def give_back(self, who: object) -> None:
+        """Whether or not it has it."""
+        if self._holder is who:
+            self._holder = None
 
 
 def _with_memory(work: Steps) -> Steps:

@@ -97,6 +97,23 @@ class TestHeldElsewhere:
         assert not ours.held_elsewhere
         ours.close()
 
+    @pytest.mark.parametrize("knows", [True, False])
+    def test_where_the_kernel_does_not_say_nothing_is_zeroed_under_a_reader(
+        self, knows: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ours = allocate(ROOM)
+        theirs = attach(ours.handle(), ROOM)
+        theirs.data.fill_(7)
+
+        def refused(*_: object) -> int:
+            raise OSError(errno.EINVAL, "no leases here")
+
+        if not knows:
+            monkeypatch.setattr(fcntl, "fcntl", refused)
+        assert ours.held_elsewhere is knows
+        ours.free()
+        assert bool(theirs.data.any()) is not knows
+
     def test_by_whoever_may_only_read(self) -> None:
         ours = allocate(ROOM)
         handle = ours.handle()

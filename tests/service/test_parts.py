@@ -25,7 +25,7 @@ from service.problems import as_problem, render
 from service.schemas import read_request
 from service.settings import Settings
 from service.turns import Steps
-from service.worker import Emission, Worker
+from service.worker import Emission, Worker, WorkingAhead
 from tests.service.pair import document
 
 quick = settings(deadline=None, max_examples=40)
@@ -193,7 +193,11 @@ class TestWorker:
 
     def test_a_wait_that_is_too_long_is_refused_with_the_time_to_come_back(self) -> None:
         busy = worker(queue_seconds=2)
-        with busy.turn(2.0), busy.turn(2.0):
+        with busy.turn(2.0) as one, busy.turn(2.0) as other:
+            for turn in (one, other):  # one that is still being sent would make nobody wait
+                with busy.turn(9.0):
+                    pass
+                busy.turns.begin(turn, nothing())
             with pytest.raises(Problem, match="at most 2 are allowed") as late, busy.turn(9.0):
                 pass
             assert (late.value.code, late.value.retry_after_seconds) == ("overloaded", 2)
@@ -382,3 +386,16 @@ class TestLogs:
         assert line["error"] == "ValueError"
         assert line["at"][-1].startswith("test_parts.py:")
         assert "/secret" not in json.dumps(line)
+
+
+def nothing() -> Steps:
+    yield None
+
+
+def test_one_request_at_a_time_works_ahead() -> None:
+    ahead, one, other = WorkingAhead(), object(), object()
+    assert (ahead.take(one), ahead.take(other), ahead.take(one)) == (True, False, True)
+    ahead.give_back(other)
+    assert not ahead.take(other)
+    ahead.give_back(one)
+    assert ahead.take(other)

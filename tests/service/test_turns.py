@@ -276,6 +276,30 @@ def test_closing_ends_what_is_left_and_takes_no_more() -> None:
     late = turns.promise(1.0)
     turns.begin(late, whole())
     assert isinstance(begun.ended.exception(), Cancelled)
-    assert promised.ended.exception() is None
+    assert isinstance(promised.ended.exception(), Cancelled)
     assert isinstance(late.ended.exception(), Cancelled)
     assert turns.left_seconds() == 0
+
+
+def test_what_is_still_being_sent_makes_nobody_wait() -> None:
+    turns, arrived = Turns(lambda: 0.0), threading.Event()
+
+    def sent_slowly() -> Steps:
+        yield arrived.is_set
+        yield None
+
+    turns.begin(turns.promise(20.0), sent_slowly())
+    assert turns.ahead_seconds(30.0) == 20.0  # it has yet to say what it waits for
+    turns.step()
+    assert turns.ahead_seconds(30.0) == 0.0
+    arrived.set()
+    assert turns.ahead_seconds(30.0) == 20.0
+
+
+@pytest.mark.parametrize("end", ["withdraw", "close"])
+def test_work_that_never_began_is_no_success(end: str) -> None:
+    turns = Turns(lambda: 0.0)
+    turn = turns.promise(1.0)
+    turns.withdraw(turn) if end == "withdraw" else turns.close()
+    with pytest.raises(Cancelled):
+        turn.ended.result(timeout=0)
