@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 FAMILY = ROOT / "mappers" / "demo"
-START_SECONDS = 400  # nearly all of it is imports, on a machine that may be busy
+START_SECONDS = 600  # nearly all of it is imports, on a machine that may be busy
 BLOCK_TOKENS = 32
 MAX_TOKENS = 1280
 THRIFT = {
