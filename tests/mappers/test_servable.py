@@ -163,6 +163,6 @@ def test_a_fit_that_asks_for_a_level_fails_before_any_model_runs(
     from mappers.errors import TooFewData
 
     monkeypatch.setattr(passes, "collect", lambda *_, **__: pytest.fail("a model was run"))
-    asked = FitPlan(**plan.model_dump(exclude={"alpha"}))
+    asked = FitPlan(**plan.model_dump(exclude={"alpha"}, exclude_unset=True))
     with pytest.raises(TooFewData, match="a: 4 documents .* need 30"):
         fit_pair(asked, source, target, progress=False)
