@@ -68,10 +68,10 @@ def check_salt(given: str | None, mapper: MapperInfo) -> Finding:
 
 def read_config(said: str) -> dict[str, Any] | None:
     """The object; None for what is none. Raises OSError for a file that cannot be read."""
-    text = said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8")
     try:
+        text = said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8")
         found = json.loads(text)
-    except ValueError:
+    except ValueError:  # of which UnicodeDecodeError is one
         return None
     return found if isinstance(found, dict) else None
 

@@ -244,9 +244,12 @@ class TestEngine:
         found = examined(running.url, "--vllm-config", engine(running.url, **changes))
         assert_not_ok(found, check, None if code is None else Code(code), word)
 
-    def test_what_is_no_configuration(self, running: Running) -> None:
-        found = examined(running.url, "--vllm-config", "{kv_connector")
-        assert_not_ok(found, "vllm config", Code.USAGE, "JSON")
+    def test_what_is_no_configuration(self, running: Running, tmp_path: Path) -> None:
+        binary = tmp_path / "config"
+        binary.write_bytes(b'{"\xff": 1}')
+        for said in ("{kv_connector", binary):
+            found = examined(running.url, "--vllm-config", said)
+            assert_not_ok(found, "vllm config", Code.USAGE, "JSON")
         assert doctor("--url", running.url, "--vllm-config", "/no/such").exit_code == Code.DATA
 
     def test_a_version_that_was_not_tested(self, running: Running) -> None:
