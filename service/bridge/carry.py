@@ -42,7 +42,9 @@ class Job(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, max_length=1 << 24)
+    token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...] = Field(
+        min_length=1, max_length=1 << 24
+    )
     source_salt: str = Field("", max_length=128, description="Under which the source's KV is.")
     session: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,48}$", description="Ends the salt.")
     max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -55,9 +57,8 @@ class Job(BaseModel):
     @property
     def limits(self) -> dict[str, Any]:
         """Those that go into the request as they are."""
-        own = {"token_ids", "source_salt", "session", "hops"}
-        hops = max(self.hops, int(is_translated(self.source_salt)))
-        return {**self.model_dump(exclude=own, exclude_none=True), "hops": hops}
+        own = {"token_ids", "source_salt", "session"}
+        return self.model_dump(exclude=own, exclude_none=True)
 
 
 class Carried(BaseModel):
@@ -69,6 +70,7 @@ class Carried(BaseModel):
     detail: str | None = None
     tokens: int = 0
     cache_salt: str | None = None
+    hops: int | None = Field(None, description="Of a job that translates these once more.")
     mapper: str | None = None
     kl_bound: float | None = None
 
@@ -89,6 +91,8 @@ class Bridge(NamedTuple):
             return _not(error.code, str(error))
 
     def _carry(self, job: Job) -> Carried:
+        if is_translated(job.source_salt) and job.hops == 0:
+            return _not("unknown_hops", "the source's KV was translated: hops says how often")
         cache = self.source.read(job.token_ids, job.source_salt)
         if cache is None:
             return _not("not_cached", "there is no whole chunk of the source's for this prompt")
@@ -108,6 +112,7 @@ class Bridge(NamedTuple):
             decision="translate",
             tokens=whole,
             cache_salt=under,
+            hops=job.hops + 1,
             mapper=receipt.mapper,
             kl_bound=receipt.kl_bound,
         )

@@ -6,6 +6,7 @@ never found by a request that has another, or none. The hash is SHA-256 over the
 before and the page's token ids as little-endian uint32; before the first page is the salt's seed.
 """
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -18,12 +19,18 @@ import torch
 from torch import Tensor
 
 from mappers.cache import DTYPES, KVCache, consecutive
-from mappers.errors import LayoutError
+from mappers.errors import KVTranslatorError, LayoutError
 from service.schemas import SideInfo
 
 PageLayout = Literal["layer_first", "page_first"]
 _NAMESPACE = b"sglang-cache-namespace-v1"
 _ABSENT, _PRESENT = b"\x00", b"\x01"
+
+
+class PagesError(KVTranslatorError):
+    """The folder, or a page in it, cannot be read or written."""
+
+    code = "pages_error"
 
 
 class Pages:
@@ -44,13 +51,15 @@ class Pages:
 
     def read(self, token_ids: Sequence[int], salt: str) -> KVCache | None:
         """What is there of the first of these tokens; None for less than a page. Raises
-        LayoutError for a page of another size than the model's."""
+        LayoutError for a page of another size than the model's, PagesError."""
         pages: list[Tensor] = []
         for digest in page_hashes(token_ids, salt, self.chunk_tokens):
             try:
                 raw = bytearray((self._folder / f"{digest}{self._suffix}").read_bytes())
             except FileNotFoundError:
                 break
+            except OSError as error:
+                raise PagesError(f"a page cannot be read: {type(error).__name__}") from error
             pages.append(self._page(raw))
         if not pages:
             return None
@@ -58,15 +67,24 @@ class Pages:
         return KVCache(tuple(keys), tuple(values), consecutive(keys.shape[1]))
 
     def write(self, cache: KVCache, token_ids: Sequence[int], salt: str) -> None:
-        """Whole pages of these tokens, each complete before its name is there."""
+        """Whole pages, each complete before its name is there. Raises PagesError."""
         states = torch.stack((torch.stack(cache.keys), torch.stack(cache.values)))
         for index, digest in enumerate(page_hashes(token_ids, salt, self.chunk_tokens)):
             start = index * self.chunk_tokens
             page = states[:, :, start : start + self.chunk_tokens]
             ordered = page.transpose(1, 2) if self._layout == "page_first" else page
-            part = self._folder / f".{uuid.uuid4().hex}.tmp"
-            part.write_bytes(ordered.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            os.replace(part, self._folder / f"{digest}{self._suffix}")
+            raw = ordered.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            self._put(f"{digest}{self._suffix}", raw)
+
+    def _put(self, name: str, raw: bytes) -> None:
+        part = self._folder / f".{uuid.uuid4().hex}.tmp"
+        try:
+            part.write_bytes(raw)
+            os.replace(part, self._folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise PagesError(f"a page cannot be written: {type(error).__name__}") from error
 
     def _page(self, raw: bytearray) -> Tensor:
         """``[2, L, P, H, D]``."""

@@ -14,7 +14,7 @@ from service.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from service.bridge.carry import Kept
+    from service.bridge.carry import Bridge, Carried, Kept
     from service.client import Client
     from service.schemas import MapperInfo, SideInfo
 
@@ -112,21 +112,27 @@ def sglang(
 
 
 def _answer(client: "Client", mapper: "MapperInfo", ends: "Sequence[Kept]") -> None:
-    """A line for each line. Raises Failure for one that is no job."""
-    from service.bridge.carry import Bridge, Job
+    """A line for each line, also for one that is no job."""
+    from service.bridge.carry import Bridge
     from service.listed import claim_of_listed
 
     claims = [claim for side in _sides(mapper) if (claim := claim_of_listed(side))]
     if len(claims) != len(ends):
         raise Failure(Code.IDENTITY, "models with a scaled rope cannot be named this way")
     over = Bridge(client, (claims[0], claims[1]), ends[0], ends[1])
-    for line in sys.stdin:
-        try:
-            job = Job.model_validate_json(line)
-        except ValidationError as error:
-            raise Failure(Code.DATA, fault_of(error)) from error
-        typer.echo(over.carry(job).model_dump_json(exclude_none=True))
+    for line in sys.stdin.buffer:
+        typer.echo(_answered(over, line).model_dump_json(exclude_none=True))
         sys.stdout.flush()
+
+
+def _answered(over: "Bridge", line: bytes) -> "Carried":
+    from service.bridge.carry import Carried, Job
+
+    try:
+        job = Job.model_validate_json(line)
+    except ValidationError as error:
+        return Carried(decision="reprefill", reason="invalid_job", detail=fault_of(error))
+    return over.carry(job)
 
 
 def _sides(mapper: "MapperInfo") -> "tuple[SideInfo, SideInfo]":

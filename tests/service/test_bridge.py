@@ -1,6 +1,7 @@
 """The bridge where there is no LMCache (``tests/lmcache`` has the real one): what it refuses."""
 
 import importlib.util
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from mappers.cache import KVCache
 from mappers.identity import ModelIdentity
 from mappers.layouts import Layout, write
 from service.bridge.carry import Bridge, Job
@@ -137,7 +139,37 @@ def test_a_store_that_fails(
     assert (answer.decision, answer.reason, answer.tokens) == ("reprefill", reason, 0)
 
 
-def test_what_was_translated_before_has_a_hop() -> None:
-    assert Job(token_ids=(1,)).limits == {"hops": 0}
-    assert Job(token_ids=(1,), source_salt="kvt-sha256:00").limits == {"hops": 1}
-    assert Job(token_ids=(1,), hops=2, max_kl=0.1).limits == {"hops": 2, "max_kl": 0.1}
+class Written:
+    """A store of all tokens of the source's, which takes whatever it is given."""
+
+    chunk_tokens = 16
+
+    def read(self, token_ids: Sequence[int], salt: str) -> KVCache | None:
+        return cache(len(token_ids))
+
+    def write(self, cache: KVCache, token_ids: Sequence[int], salt: str) -> None:
+        pass
+
+
+def test_hops_of_what_was_translated_are_said_both_ways(running: Running) -> None:
+    ids, ours = tuple(range(TOKENS)), "kvt-sha256:00"
+    with Client(running.url) as client:
+        over = Bridge(client, (claim_of(SOURCE), claim_of(TARGET)), Written(), Written())
+        fresh = over.carry(Job(token_ids=ids))
+        unknown = over.carry(Job(token_ids=ids, source_salt=ours))
+        again = over.carry(Job(token_ids=ids, source_salt=ours, hops=1))
+    assert (fresh.decision, fresh.hops) == ("translate", 1)
+    assert unknown.reason == "unknown_hops"
+    assert again.reason == "drift_budget_exhausted"
+
+
+def test_one_line_that_is_no_job_does_not_end_the_run(running: Running, tmp_path: Path) -> None:
+    folders = ("--source-pages", str(tmp_path), "--target-pages", str(tmp_path))
+    pair = ("--source", "small", "--target", "large", "--page-tokens", "4")
+    given = ["bridge", "sglang", "--url", running.url, *pair, *folders]
+    bad = [b"{", b'{"token_ids": [-1]}', b'{"token_ids": [4294967296]}', b'"\xff"', b""]
+    lines = b"\n".join([*bad, b'{"token_ids": [4294967295, 0, 0, 0]}'])
+    result = CliRunner().invoke(app, given, input=lines)
+    assert result.exit_code == 0, result.output
+    said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"dec')]
+    assert [each["reason"] for each in said] == ["invalid_job"] * len(bad) + ["not_cached"]

@@ -8,7 +8,7 @@ import torch
 
 from mappers.cache import KVCache
 from mappers.errors import LayoutError
-from service.bridge.pages import Pages, page_hashes
+from service.bridge.pages import Pages, PagesError, page_hashes
 from tests.service.pair import SOURCE, cache
 from tests.service.test_bridge import side
 
@@ -45,6 +45,17 @@ def test_a_page_of_another_size(tmp_path: Path) -> None:
     pages(tmp_path, "layer_first", "float32").write(cache(4), IDS[:4], "")
     with pytest.raises(LayoutError, match="1536 bytes: expected torch.bfloat16"):
         pages(tmp_path, "layer_first", "bfloat16").read(IDS, "")
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    kept, (first, _) = pages(tmp_path, "layer_first", "float32"), page_hashes(IDS, "", PAGE)
+    in_the_way = tmp_path / f"{first}_org-small_0_1.bin"
+    in_the_way.mkdir()
+    with pytest.raises(PagesError, match="written: IsADirectoryError"):
+        kept.write(cache(8), IDS[:8], "")
+    assert list(tmp_path.iterdir()) == [in_the_way]
+    with pytest.raises(PagesError, match="read: IsADirectoryError"):
+        kept.read(IDS, "")
 
 
 def test_scales() -> None:
