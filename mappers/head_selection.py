@@ -21,8 +21,8 @@ from mappers.moments import Moments, PairMoments
 
 Share = Literal["head", "layer"]
 """Who shares a choice of heads: all target heads of a layer, or nobody, each having its own."""
-POOL = 4
-"""A target head that chooses for itself does so among so many times m heads."""
+POOL, POOLED_FROM = 4, 12
+"""A target head that chooses m heads does so among so many times m, from this m on."""
 ROWS_AN_INPUT = 8
 """Where reads are spread, no layer gets so many that there would be fewer."""
 
@@ -76,9 +76,9 @@ class HeadPaths:
 class HeadSearch:
     """Chooses on average m heads for the keys and for the values of every target layer.
 
-    Where each target head has its own choice, it chooses among the first ``POOL`` times m of what
-    its layer as a whole would read: of all heads the search would take as many times as long as
-    there are target heads, and explain no more. ``lags``: the farthest that may be read; all that
+    Where each target head has its own choice, and m is not small, it chooses among the first
+    ``POOL`` times m of what its layer as a whole would read: of all heads the search would take as
+    many times as long as there are target heads, and explain no more. ``lags``: the farthest that may be read; all that
     the ``joint`` moments have if None. What it finds raises SingularSystem where heads depend
     linearly on others and there is no ridge.
     """
@@ -124,13 +124,18 @@ class HeadSearch:
         steps = min(longest, self._candidates)
         if share == "layer":
             return (self._of_layer(place, steps),)
-        pool = sorted(self._of_layer(place, min(POOL * self._m, self._candidates)).blocks)
+        pool = self._pool(place)
         steps = min(steps, len(pool))
         gram = _only(self._gram, pool)
         return tuple(
             _renumbered(forward([System(gram, wanted, steps)], steps), pool)
             for wanted in self._wanted(place)[pool].chunk(self._moments.geometry.target_heads, 2)
         )
+
+    def _pool(self, place: int) -> list[int]:
+        if self._m < POOLED_FROM:
+            return list(range(self._candidates))
+        return sorted(self._of_layer(place, min(POOL * self._m, self._candidates)).blocks)
 
     def _of_layer(self, place: int, steps: int) -> Path:
         """The choice that all heads of a layer share; the longest so far is kept."""

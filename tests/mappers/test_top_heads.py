@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mappers import head_selection
 from mappers.cache import KVCache
 from mappers.errors import LayoutError
 from mappers.geometry import Geometry
-from mappers.head_selection import POOL, HeadSearch, Share
+from mappers.head_selection import HeadSearch, Share
 from mappers.mapper import HeadReads, Mapper, layers_of
 from mappers.moments import PairMoments
 from mappers.prefixes import ExactPrefixes
@@ -163,16 +164,16 @@ def test_paths_that_are_followed_where_they_are_used_give_what_whole_paths_give(
     assert min(map(min, found)) < 3
 
 
-def test_a_head_chooses_among_what_its_layer_would_read() -> None:
+def test_a_head_chooses_among_what_its_layer_would_read(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = PairMoments(GEOMETRY, "joint")
     source = random_cache(3, TOKENS, 2, 4, seed=1)
     moments.add_window(source, target_of(source, noise=0.5))
-    own, shared = (HeadSearch(moments, 1, 1e-4).paths(share) for share in ("head", "layer"))
-    pools = [paths.blocks for (paths,) in HeadSearch(moments, POOL, 1e-4).paths("layer").paths]
-    for place, ((whole,), pool) in enumerate(zip(shared.paths, pools, strict=True)):
-        assert pool[:1] == whole.blocks
-        asked = READS[place // 2][place % 2]
-        # Both layers' targets are made of four heads, which are the first that a layer finds.
-        assert set(pool) == {head for heads in asked for head in heads}
-        for path, heads in zip(own.paths[place], asked, strict=True):
-            assert path.blocks[0] in heads
+    free = HeadSearch(moments, 2, 1e-4).paths("head")
+    monkeypatch.setattr(head_selection, "POOLED_FROM", 2)
+    monkeypatch.setattr(head_selection, "POOL", 1)
+    own, shared = (HeadSearch(moments, 2, 1e-4).paths(share) for share in ("head", "layer"))
+    for place, ((whole,), paths) in enumerate(zip(shared.paths, own.paths, strict=True)):
+        # Both heads of a layer are made of two of their own, which two for both cannot hold.
+        assert {block for path in paths for block in path.blocks} == set(whole.blocks)
+        found = [set(path.blocks) for path in free.paths[place]]
+        assert found == [set(heads) for heads in READS[place // 2][place % 2]]
