@@ -78,9 +78,9 @@ class HeadSearch:
 
     Where each target head has its own choice, and m is not small, it chooses among the first
     ``POOL`` times m of what its layer as a whole would read: of all heads the search would take as
-    many times as long as there are target heads, and explain no more. ``lags``: the farthest that may be read; all that
-    the ``joint`` moments have if None. What it finds raises SingularSystem where heads depend
-    linearly on others and there is no ridge.
+    many times as long as there are target heads, and explain no more. ``lags``: the farthest that
+    may be read; all that the ``joint`` moments have if None. What it finds raises SingularSystem
+    where heads depend linearly on others and there is no ridge.
     """
 
     def __init__(
