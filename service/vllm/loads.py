@@ -135,9 +135,11 @@ class Loads:
             self._counters.add("load", "loaded", request.said.tokens)
 
     def _whole_blocks(self, ready: Ready, request: _Request) -> int:
-        """Tokens that can be used: the rest, at least one, the engine reads itself."""
-        usable = min(ready.receipt.tokens, ready.common_tokens, request.prompt_tokens - 1)
-        return usable // self._block * self._block
+        """Tokens that can be used: the end of the prompt, also of one that is shorter than the
+        cache, the engine reads itself, as much of it as the evidence says and at least one."""
+        before_tail = request.prompt_tokens - max(1, ready.receipt.native_tail)
+        usable = min(ready.receipt.tokens, ready.common_tokens, before_tail)
+        return max(0, usable) // self._block * self._block
 
     def _refuse(self, request: _Request, reason: str) -> None:
         request.said = Refused(reason=reason)

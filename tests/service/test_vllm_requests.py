@@ -145,6 +145,19 @@ def test_whole_blocks_of_what_is_translated_and_of_this_prompt(
     assert loads.matched("r", computed) == expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tail", "expected"), [(10, 3, 4), (11, 3, 8), (10, 1, 8), (4, 1, 0), (2, 5, 0)]
+)
+def test_the_end_of_a_prompt_that_is_shorter_than_the_cache_is_read_natively(
+    world: World, prompt: int, tail: int, expected: int
+) -> None:
+    world.ready_tokens, world.common = 20 - tail, prompt
+    loads = world.loads()
+    loads.begin("r", PARAMS, PROMPT[:prompt], salt(MAPPER, "s"))
+    world.later.run()
+    assert loads.matched("r", 0) == expected
+
+
 def test_a_load_from_promise_to_release(world: World) -> None:
     loads = begun(world)
     world.later.run()

@@ -18,7 +18,8 @@ from tests.vllm.asking import Answer, complete, counted, export, load
 from tests.vllm.stack import BLOCK_TOKENS, Stack
 
 PROMPT = 480
-TAILS = (1, 32, 128)
+CERTIFIED = [(256, 32), (480, 128)]
+"""Lengths of prompts, and the native tail with which the embedded evidence lets each through."""
 LOADED = "vllm:kvt_tokens_total"
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
 LOCAL = "vllm:prefix_cache_hits_total"
@@ -89,25 +90,35 @@ def _times(alone: list[Answer], translated: list[Answer]) -> str:
     )
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("tokens", "tail"), CERTIFIED)
 def test_first_token_over_native_tails(
-    stack: Stack, texts: Texts, digest: str, figures: list[str], tail: int
+    stack: Stack, texts: Texts, digest: str, figures: list[str], tokens: int, tail: int
 ) -> None:
-    """The cache goes on behind the prompt, so that what it leaves to read does so there as well."""
-    kls, clip = [], 0.0
+    kls, clip, most = [], 0.0, {"max_native_tail": tail}
     for text in texts[9:13]:
-        prompt = text[: PROMPT + tail]
+        prompt = text[:tokens]
         answer = load(
-            stack.large, prompt, export(stack.small, text[: PROMPT + 128]), digest, tokens=1
+            stack.large, prompt, export(stack.small, prompt), digest, tokens=1, params=most
         )
         loaded = answer.said.loaded
         assert loaded is not None
-        assert loaded.tokens == PROMPT
+        assert loaded.tokens == tokens - tail
         kls.append(least_kl(complete(stack.large, prompt, tokens=1).top, answer.top))
         clip = loaded.receipt.kl_clip
     mean = statistics.fmean(kls)
     figures.append(f"first-token KL over a native tail of {tail}: mean {mean:.4f} nats")
     assert mean < clip
+
+
+def test_the_end_of_a_prompt_before_the_end_of_the_cache_is_read_natively(
+    stack: Stack, texts: Texts, digest: str
+) -> None:
+    text, shorter = texts[30], PROMPT + 1
+    loaded = load(stack.large, text[:shorter], export(stack.small, text[: PROMPT + 128]), digest)
+    assert loaded.said.loaded is not None
+    tail = loaded.said.loaded.receipt.native_tail
+    assert 1 < tail
+    assert loaded.said.loaded.tokens == (shorter - tail) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_a_native_request_does_not_meet_translated_blocks(
