@@ -18,7 +18,7 @@ from service.vllm.errors import NotLoaded
 from service.vllm.jobs import Export
 from service.vllm.link import Leased, Link
 from service.vllm.params import Handle
-from service.vllm.seal import seal_bytes, seal_offset, write_seal
+from service.vllm.seal import Sealed, seal_bytes, seal_offset, write_seal
 
 log = logging.getLogger("vllm.kvt.exports")
 
@@ -91,7 +91,8 @@ class Exports:
             return None
         ids = ids[: room.tokens]
         offset = self._offset(len(ids))
-        write_seal(leased.memory.data, offset, self._claim, ids)
+        sealed = Sealed(self._claim, len(ids), self._geometry.ranks, room.hops)
+        write_seal(leased.memory.data, offset, sealed, ids)
         needed = blocks[: -(-len(ids) // self._geometry.block_tokens)]
         self._jobs.append(Export(request_id, leased.shared, tuple(needed), len(ids), offset))
         self._copied[request_id] = leased

@@ -3,12 +3,13 @@
 A handle travels through a router; what it says of the cache is checked against this. Rank by rank
 the engine marks here that its heads are in place, so a reader can wait for the last of them.
 
-    32 bytes              SHA-256 of the source's claim
+    32 bytes              SHA-256 of the source's claim, tokens, ranks and hops
     4 bytes a token       token ids, little-endian
     1 byte a rank         1: its heads are written
 """
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from mappers.identity import IdentityClaim
 
 _DIGEST_BYTES = 32
 _ALIGNED = 64
+
+
+class Sealed(NamedTuple):
+    """What a handle says of its cache."""
+
+    claim: IdentityClaim
+    tokens: int
+    ranks: int
+    hops: int
 
 
 def seal_offset(data_bytes: int) -> int:
@@ -30,10 +40,10 @@ def seal_bytes(tokens: int, ranks: int) -> int:
     return _DIGEST_BYTES + 4 * tokens + ranks
 
 
-def write_seal(memory: Tensor, offset: int, claim: IdentityClaim, ids: list[int]) -> None:
+def write_seal(memory: Tensor, offset: int, sealed: Sealed, ids: list[int]) -> None:
     """Write all but the marks into uint8 ``memory``."""
     words = np.asarray(ids, dtype="<u4").tobytes()
-    raw = np.frombuffer(_digest(claim) + words, np.uint8).copy()
+    raw = np.frombuffer(_digest(sealed) + words, np.uint8).copy()
     memory[offset : offset + len(raw)] = torch.from_numpy(raw)
 
 
@@ -48,9 +58,9 @@ def complete(memory: Tensor, offset: int, tokens: int, ranks: int) -> bool:
     return bool((memory[at : at + ranks] == 1).all())
 
 
-def is_of(memory: Tensor, offset: int, claim: IdentityClaim) -> bool:
-    """Whether the cache is of the model that is claimed."""
-    return memory[offset : offset + _DIGEST_BYTES].numpy().tobytes() == _digest(claim)
+def is_of(memory: Tensor, offset: int, said: Sealed) -> bool:
+    """Whether the cache is what is said of it."""
+    return memory[offset : offset + _DIGEST_BYTES].numpy().tobytes() == _digest(said)
 
 
 def common_tokens(memory: Tensor, offset: int, tokens: int, prompt: list[int]) -> int:
@@ -69,5 +79,7 @@ def _marks(offset: int, tokens: int) -> int:
     return offset + _DIGEST_BYTES + 4 * tokens
 
 
-def _digest(claim: IdentityClaim) -> bytes:
-    return hashlib.sha256(claim.model_dump_json().encode()).digest()
+def _digest(sealed: Sealed) -> bytes:
+    claim, *counts = sealed
+    said = "|".join((claim.model_dump_json(), *map(str, counts)))
+    return hashlib.sha256(said.encode()).digest()

@@ -14,7 +14,7 @@ from service.vllm.engine import Geometry
 from service.vllm.errors import NotLoaded
 from service.vllm.link import Leased, Link
 from service.vllm.params import Handle, Params
-from service.vllm.seal import common_tokens, complete, is_of, seal_bytes
+from service.vllm.seal import Sealed, common_tokens, complete, is_of, seal_bytes
 
 PREFIX_TOKENS = 64
 _POLL_SECONDS = 0.002
@@ -71,8 +71,9 @@ class Translating:
         source = self._link.find(handle.buffer, handle.nbytes)
         try:
             memory, offset = source.memory.data, handle.seal_offset
-            if not is_of(memory, offset, handle.source):
-                raise NotLoaded("bad_handle", "the cache is of another model than its handle says")
+            said = Sealed(handle.source, handle.tokens, handle.ranks, handle.hops)
+            if not is_of(memory, offset, said):
+                raise NotLoaded("bad_handle", "the cache is another one than its handle says")
             self._await_ranks(memory, handle, until_seconds)
             common = common_tokens(memory, offset, handle.tokens, prompt)
         finally:

@@ -10,7 +10,15 @@ from mappers.identity import IdentityClaim
 from service.memfd import SharedMemory, allocate
 from service.vllm.jobs import Export, Jobs, Load, Shared
 from service.vllm.layout import BlockLayout, measure
-from service.vllm.seal import common_tokens, complete, is_of, seal_bytes, seal_offset, write_seal
+from service.vllm.seal import (
+    Sealed,
+    common_tokens,
+    complete,
+    is_of,
+    seal_bytes,
+    seal_offset,
+    write_seal,
+)
 from service.vllm.worker import RankCache, WorkerSide
 from tests.service.live import wait_until
 
@@ -19,6 +27,7 @@ TOKENS, IDS = 10, list(range(100, 110))
 DATA_BYTES = 2 * LAYERS * TOKENS * HEADS * DIM * 4
 OFFSET = seal_offset(DATA_BYTES)
 CLAIM = IdentityClaim(model="m", version="1", dtype="float32", rope_theta=10_000.0)
+SEALED = Sealed(CLAIM, TOKENS, ranks=2, hops=1)
 
 
 def engine(rank: int, ranks: int) -> RankCache:
@@ -41,7 +50,7 @@ def _measured(cache: Tensor, heads: int) -> BlockLayout:
 def lease() -> SharedMemory:
     """Memory as the service leases it, sealed with what it is of."""
     memory = allocate(OFFSET + seal_bytes(TOKENS, 2))
-    write_seal(memory.data, OFFSET, CLAIM, IDS)
+    write_seal(memory.data, OFFSET, SEALED, IDS)
     return memory
 
 
@@ -107,8 +116,10 @@ def test_jobs_end_whatever_becomes_of_them(lease: SharedMemory) -> None:
 
 
 def test_the_seal_says_of_which_model_and_which_tokens(lease: SharedMemory) -> None:
-    assert is_of(lease.data, OFFSET, CLAIM)
-    assert not is_of(lease.data, OFFSET, CLAIM.model_copy(update={"version": "2"}))
+    assert is_of(lease.data, OFFSET, SEALED)
+    another = CLAIM.model_copy(update={"version": "2"})
+    for lie in ({"claim": another}, {"tokens": TOKENS - 1}, {"ranks": 1}, {"hops": 0}):
+        assert not is_of(lease.data, OFFSET, SEALED._replace(**lie))
     assert common_tokens(lease.data, OFFSET, TOKENS, [*IDS, 1, 2]) == TOKENS
     assert common_tokens(lease.data, OFFSET, TOKENS, IDS[:3]) == 3
     assert common_tokens(lease.data, OFFSET, TOKENS, [*IDS[:6], 1, *IDS[7:]]) == 6

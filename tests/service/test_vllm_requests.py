@@ -19,7 +19,7 @@ from service.vllm.link import Leased
 from service.vllm.loads import Loads
 from service.vllm.params import Answered, Handle, Params, allows, is_translated, read_params, salt
 from service.vllm.scheduler import SchedulerSide
-from service.vllm.seal import common_tokens, is_of
+from service.vllm.seal import Sealed, common_tokens, is_of
 from service.vllm.translating import Ready
 
 MAPPER, OTHER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
@@ -260,7 +260,7 @@ def test_an_export_from_arrival_to_handle(world: World) -> None:
     (job,) = exports.jobs()
     assert job.blocks == (4, 2, 6)
     memory = job.memory.open().data
-    assert is_of(memory, handle.seal_offset, CLAIM)
+    assert is_of(memory, handle.seal_offset, Sealed(CLAIM, 10, ranks=1, hops=0))
     assert common_tokens(memory, handle.seal_offset, 10, ids) == 10
     exports.done({"r"})
     with pytest.raises(FileNotFoundError):

@@ -15,7 +15,7 @@ from service.vllm.engine import Geometry
 from service.vllm.errors import NotLoaded
 from service.vllm.link import Link
 from service.vllm.params import Handle, Params
-from service.vllm.seal import mark, seal_bytes, seal_offset, write_seal
+from service.vllm.seal import Sealed, mark, seal_bytes, seal_offset, write_seal
 from service.vllm.translating import Translating
 from tests.service.live import Live
 from tests.service.pair import SOURCE, TARGET, cache, good
@@ -51,7 +51,7 @@ def exported(link: Link, *, marked: bool = True, **changes: Any) -> Handle:
     offset = seal_offset(kv.nbytes)
     leased = link.lease(offset + seal_bytes(TOKENS, 1))
     fill(leased.memory.data, tuple(part for layer in kv.layers() for part in layer))
-    write_seal(leased.memory.data, offset, source, IDS)
+    write_seal(leased.memory.data, offset, Sealed(source, TOKENS, ranks=1, hops=0), IDS)
     if marked:
         mark(leased.memory.data, offset, TOKENS, 0)
     leased.close()
@@ -127,15 +127,19 @@ def test_refusals_leave_no_lease_behind(live: Live, link: Link) -> None:
 def test_handles_that_lie(live: Live, link: Link) -> None:
     handle, digest = exported(link), mapper(live)
     other = claim_of(SOURCE).model_copy(update={"version": "another"})
-    lies = {
-        "buffer_not_found": {"buffer": "0" * 32},
-        "bad_handle": {"source": other},
-        "bad_handle ": {"nbytes": handle.nbytes + 4096},
-        "bad_handle  ": {"seal_offset": handle.nbytes},
-    }
-    for reason, lie in lies.items():
+    lies = [
+        {"source": other},
+        {"nbytes": handle.nbytes + 4096},
+        {"seal_offset": handle.nbytes},
+        {"tokens": TOKENS - 1},
+        {"ranks": 2},
+        {"hops": 1},
+    ]
+    for lie in lies:
         forged = Params(handle=handle.model_copy(update=lie), mapper=digest)
-        assert _refused(live, link, forged, IDS) == reason.strip()
+        assert _refused(live, link, forged, IDS) == "bad_handle"
+    gone = Params(handle=handle.model_copy(update={"buffer": "0" * 32}), mapper=digest)
+    assert _refused(live, link, gone, IDS) == "buffer_not_found"
 
 
 def test_an_export_that_is_never_complete_is_waited_for_until_the_deadline(

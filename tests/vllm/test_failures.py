@@ -22,6 +22,9 @@ Texts = list[list[int]]
 LIES = [
     ({"source": {"version": "another"}}, "bad_handle"),
     ({"source": {"model": "large"}}, "bad_handle"),
+    ({"tokens": PROMPT - 1}, "bad_handle"),
+    ({"ranks": 2}, "bad_handle"),
+    ({"hops": 1}, "bad_handle"),
     ({"buffer": "0" * 32}, "buffer_not_found"),
 ]
 
@@ -52,7 +55,7 @@ def restarted(process: Process) -> None:
 def test_a_handle_that_lies(
     stack: Stack, texts: Texts, digest: str, number: int, lie: tuple[dict[str, Any], str]
 ) -> None:
-    prompt, (changes, reason) = texts[14 + number][:PROMPT], lie
+    prompt, (changes, reason) = texts[31 + number][:PROMPT], lie
     handle = export(stack.small, prompt)
     if "source" in changes:
         changes = {"source": handle.source.model_copy(update=changes["source"])}
