@@ -97,7 +97,7 @@ def check_engine(config: Any, groups: int, version: str, options: Options) -> No
 
 def claim_of_engine(config: Any, options: Options) -> IdentityClaim:
     """What requests say of this engine's model. Raises UnsupportedModel, or EngineRefused when
-    nothing says which version it is."""
+    nothing says which version it is, or the engine runs other weights than that version's."""
     model = config.model_config
     identity = ModelIdentity.from_config(
         model.hf_text_config,
@@ -106,6 +106,9 @@ def claim_of_engine(config: Any, options: Options) -> IdentityClaim:
         dtype=dtype_name(model.dtype),
         tokenizer_digest=tokenizer_digest(AutoTokenizer.from_pretrained(model.tokenizer)),
     )
+    if model.quantization not in (None, identity.quantization):
+        own = identity.quantization or "not quantized"
+        raise EngineRefused(f"quantization {model.quantization}: the model's own weights are {own}")
     return claim_of(identity)
 
 

@@ -45,6 +45,7 @@ def config(**changes: Any) -> Any:
             tokenizer=str(FAMILY / "large"),
             dtype=torch.float32,
             max_model_len=1280,
+            quantization=None,
             hf_text_config=AutoConfig.from_pretrained(FAMILY / "large"),
             get_total_num_kv_heads=lambda: 4,
         )
@@ -116,6 +117,17 @@ def test_a_model_that_cannot_be_translated() -> None:
     made.model_config.hf_text_config.sliding_window = 128
     made.model_config.hf_text_config.layer_types = ["sliding_attention"] * 8
     with pytest.raises(UnsupportedModel):
+        claim_of_engine(made, OPTIONS)
+
+
+def test_weights_that_the_engine_quantizes_are_not_those_of_the_claim() -> None:
+    made = config(model_config__quantization="fp8")
+    with pytest.raises(EngineRefused, match="quantization fp8: .* weights are not quantized"):
+        claim_of_engine(made, OPTIONS)
+    made.model_config.hf_text_config.quantization_config = {"quant_method": "fp8"}
+    assert claim_of_engine(made, OPTIONS).quantization == "fp8"
+    made.model_config.quantization = "awq"
+    with pytest.raises(EngineRefused, match="quantization awq: .* weights are fp8"):
         claim_of_engine(made, OPTIONS)
 
 
