@@ -76,12 +76,12 @@ def test_a_move_takes_the_cache_along_under_a_salt_that_names_the_mapper() -> No
     assert params(first) == {"export": True}
     assert "cache_salt" not in first
     assert second["model"] == "large"
-    assert second["cache_salt"].startswith(f"kvt-{MAPPER}-")
+    assert second["cache_salt"].startswith(f"kvt-{MAPPER}-1-")
     assert params(second)["mapper"] == MAPPER
     assert params(second)["handle"]["source"]["model"] == "small"
-    # Who stays meets the same blocks again, and says through how many translations they were.
+    # Who stays meets the same blocks again.
     assert third["cache_salt"] == second["cache_salt"]
-    assert params(third) == {"export": True, "hops": 1, "replaces": "0" * 32}
+    assert params(third) == {"export": True, "replaces": "0" * 32}
 
 
 @pytest.mark.parametrize("plan", [PLAN | {"decision": "reprefill", "reason": "no_evidence"}, 404])

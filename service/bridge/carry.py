@@ -17,7 +17,7 @@ from service.answer import Reprefill
 from service.client import Client
 from service.hf import request_of
 from service.policy import Word
-from service.vllm.params import is_translated, salt
+from service.vllm.params import hops_of, salt
 
 
 class Kept(Protocol):
@@ -38,7 +38,8 @@ class Kept(Protocol):
 
 
 class Job(BaseModel):
-    """One prompt. ``hops`` counts the translations that the source's own KV has been through."""
+    """One prompt. ``hops`` counts the translations that the source's own KV has been through, if
+    they are more than its salt says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -57,7 +58,7 @@ class Job(BaseModel):
     @property
     def limits(self) -> dict[str, Any]:
         """Those that go into the request as they are."""
-        own = {"token_ids", "source_salt", "session"}
+        own = {"token_ids", "source_salt", "session", "hops"}
         return self.model_dump(exclude=own, exclude_none=True)
 
 
@@ -91,14 +92,17 @@ class Bridge(NamedTuple):
             return _not(error.code, str(error))
 
     def _carry(self, job: Job) -> Carried:
-        if is_translated(job.source_salt) and job.hops == 0:
-            return _not("unknown_hops", "the source's KV was translated: hops says how often")
+        named = hops_of(job.source_salt)
+        if named is None:
+            return _not("unknown_hops", "source_salt does not say how often its KV was translated")
+        hops = max(named, job.hops)
         cache = self.source.read(job.token_ids, job.source_salt)
         if cache is None:
             return _not("not_cached", "there is no whole chunk of the source's for this prompt")
         source, target = self.claims
         ids = torch.tensor(job.token_ids)
-        request = request_of(cache, source=source, target=target, prompt_ids=ids, **job.limits)
+        limits = {**job.limits, "hops": hops}
+        request = request_of(cache, source=source, target=target, prompt_ids=ids, **limits)
         outcome = self.client.translate(cache, request)
         if isinstance(outcome, Reprefill):
             return _not(outcome.reason, outcome.detail)
@@ -106,13 +110,13 @@ class Bridge(NamedTuple):
         whole = receipt.tokens - receipt.tokens % self.target.chunk_tokens
         if whole == 0:
             return _not("less_than_a_chunk", "what was translated is less than a chunk")
-        under = salt(receipt.digest, job.session)
+        under = salt(receipt.digest, hops + 1, job.session)
         self.target.write(outcome.cache.slice(0, whole), job.token_ids[:whole], under)
         return Carried(
             decision="translate",
             tokens=whole,
             cache_salt=under,
-            hops=job.hops + 1,
+            hops=hops + 1,
             mapper=receipt.mapper,
             kl_bound=receipt.kl_bound,
         )

@@ -10,7 +10,7 @@ from service.doctor.findings import Finding, fail, ok, warn
 from service.schemas import MapperInfo, SideInfo
 from service.vllm.engine import TESTED_VERSIONS, Options, read_options
 from service.vllm.errors import EngineRefused
-from service.vllm.params import allows, salt
+from service.vllm.params import allows, hops_of, salt
 
 CONNECTOR = "KVTranslationConnector"
 MODULE = "service.vllm_connector"
@@ -56,12 +56,13 @@ def check_config(said: str, url: str, mappers: list[MapperInfo]) -> list[Finding
 
 def check_salt(given: str | None, mapper: MapperInfo) -> Finding:
     """Translated blocks must never serve an exact hit, so a salt names the mapper."""
-    wanted = salt(mapper.digest or "")
+    wanted = salt(mapper.digest or "", hops=1)
     if given is None:
         found = "none was given: without it a request loads nothing"
         return warn("salt", found, f"requests that may load: cache_salt {wanted}")
-    if not allows(given, mapper.digest):
-        found = f"it does not name {mapper.id}: the connector refuses to load"
+    hops = hops_of(given)
+    if not hops or not allows(given, mapper.digest, hops):
+        found = f"it does not name {mapper.id} and hops: the connector refuses to load"
         return fail("salt", Code.USAGE, found, f"cache_salt {wanted}, or that and -SESSION")
     return ok("salt", f"it names {mapper.id}")
 

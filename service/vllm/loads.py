@@ -60,11 +60,12 @@ class Loads:
 
     def begin(self, request_id: str, params: Params, prompt: list[int], salt: str | None) -> None:
         """Have the translation made that the request names, unless its salt forbids to load it."""
+        hops = params.handle.hops + 1 if params.handle else 0
         until = self._clock() + min(self._deadline, params.deadline_seconds or self._deadline)
-        if allows(salt, params.mapper):
+        if allows(salt, params.mapper, hops):
             translation = self._threads.submit(self._translate, params, prompt, until)
         else:
-            log.warning("kvt: a cache_salt that names the mapper is needed to load its KV")
+            log.warning("kvt: a cache_salt that names mapper and hops is needed to load KV")
             translation = Future()
             translation.set_exception(NotLoaded("no_salt"))
         self._requests[request_id] = _Request(translation, until, len(prompt))

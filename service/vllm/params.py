@@ -2,14 +2,16 @@
 
 To the source, with a request:  ``{"export": true}``. Its answer has a ``handle``.
 To the target, with a request:  that ``handle``, the ``mapper`` of the plan, limits; and a
-``cache_salt`` that names the same mapper. Its answer says what was ``loaded``, or ``refused``.
-Later requests to it under that salt, which meet those blocks again, say their ``hops``.
+``cache_salt`` that names the same mapper, and how many translations its KV will have been through.
+Its answer says what was ``loaded``, or ``refused``. Later requests to it under that salt meet those
+blocks again.
 
 They come from whoever can reach the engine, so nothing that they say may end it: what is not
 understood is the same as nothing.
 """
 
 import json
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +23,7 @@ from service.schemas import BufferId, Receipt
 KEY = "kvt"
 SALT_PREFIX = "kvt-"
 MAX_HOPS = 64
+_SALT = re.compile(r"kvt-sha256:[0-9a-f]{64}-([1-9][0-9]?)(-.*)?", re.DOTALL)
 
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -47,9 +50,8 @@ class Handle(_Said):
 
 
 class Params(_Said):
-    """Of one request. ``deadline_seconds`` can only shorten the connector's own; ``hops``, for a
-    request without a handle: translations that KV under its salt has been through; ``replaces``:
-    the lease of an older handle that nobody will use; ``keep``: leave that of ``handle`` for more
+    """Of one request. ``deadline_seconds`` can only shorten the connector's own; ``replaces``: the
+    lease of an older handle that nobody will use; ``keep``: leave that of ``handle`` for more
     translations, where it would be given back after the first."""
 
     export: bool = False
@@ -57,7 +59,6 @@ class Params(_Said):
     keep: bool = False
     handle: Handle | None = None
     mapper: Digest | None = None
-    hops: Annotated[int, Field(ge=0, le=MAX_HOPS)] | None = None
     max_kl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_native_tail: int | None = Field(None, ge=0)
     domain: Word | None = None
@@ -104,19 +105,24 @@ def read_params(said: object) -> Params | None:
         raise ValueError("kv_transfer_params.kvt is not valid") from error
 
 
-def salt(mapper: str, session: str = "") -> str:
-    """A ``cache_salt`` that keeps what this mapper translates apart from every exact cache."""
-    return f"{SALT_PREFIX}{mapper}{'-' if session else ''}{session}"
+def salt(mapper: str, hops: int, session: str = "") -> str:
+    """A ``cache_salt`` that keeps what this mapper translates apart from every exact cache, and
+    from what has been through another number of translations, this one included."""
+    return f"{SALT_PREFIX}{mapper}-{hops}{'-' if session else ''}{session}"
 
 
-def is_translated(cache_salt: str | None) -> bool:
-    """Whether blocks under this salt may hold translated KV."""
-    return cache_salt is not None and cache_salt.startswith(SALT_PREFIX)
+def hops_of(cache_salt: str | None) -> int | None:
+    """Translations that KV under this salt has been through; None when it should say so and does
+    not, or when they are too many."""
+    if cache_salt is None or not cache_salt.startswith(SALT_PREFIX):
+        return 0
+    found = _SALT.fullmatch(cache_salt)
+    return int(found[1]) if found and int(found[1]) <= MAX_HOPS else None
 
 
-def allows(cache_salt: str | None, mapper: str | None) -> bool:
-    """Whether KV of ``mapper`` may be loaded under this salt: it has to name it."""
+def allows(cache_salt: str | None, mapper: str | None, hops: int) -> bool:
+    """Whether KV of ``mapper`` may be loaded under this salt: it has to name it and the hops."""
     if mapper is None or cache_salt is None:
         return False
-    own = salt(mapper)
+    own = salt(mapper, hops)
     return cache_salt == own or cache_salt.startswith(f"{own}-")

@@ -11,7 +11,7 @@ from typing import Any
 from service.vllm.exports import Exports
 from service.vllm.jobs import Jobs
 from service.vllm.loads import Loads
-from service.vllm.params import KEY, MAX_HOPS, Answered, Loaded, Params, is_translated, read_params
+from service.vllm.params import KEY, Answered, Loaded, Params, hops_of, read_params
 
 log = logging.getLogger("vllm.kvt.scheduler")
 
@@ -36,7 +36,7 @@ class SchedulerSide:
         prompt = request.prompt_token_ids
         if params is None or not prompt or request.lora_request or request.mm_features:
             return
-        if self._exports and params.export and (hops := _hops(request, params)) is not None:
+        if self._exports and params.export and (hops := hops_of(request.cache_salt)) is not None:
             room = len(prompt) + min(request.max_tokens, self._answer_tokens)
             self._exports.begin(request.request_id, room, hops, params.replaces)
         if self._loads and params.handle is not None:
@@ -101,12 +101,3 @@ def _params(request: Any) -> Params | None:
     except ValueError:
         log.warning("kvt: kv_transfer_params that are not valid were ignored")
         return None
-
-
-def _hops(request: Any, params: Params) -> int | None:
-    """Translations that its KV has been through; None when nobody knows, or too many."""
-    if not is_translated(request.cache_salt):
-        return 0
-    if params.handle is None:
-        return params.hops
-    return params.handle.hops + 1 if params.handle.hops < MAX_HOPS else None

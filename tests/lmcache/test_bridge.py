@@ -100,12 +100,12 @@ def test_chunks_of_one_model_become_those_of_the_other(running: Running, lmcache
     [answer] = answers(bridge(running, lmcache, job))
     digest = running.service.store.entries[0].digest
     assert answer["decision"] == "translate"
-    assert answer["cache_salt"] == f"kvt-{digest}-s1"
+    assert answer["cache_salt"] == f"kvt-{digest}-1-s1"
     # The native tail is one token, and a part of a chunk is none.
     assert answer["tokens"] == TOKENS - CHUNK_TOKENS
     found = target.retrieve(ids, cache_salt=answer["cache_salt"])
     assert torch.equal(found, translated(1, answer["tokens"]))
-    for salt in ("", "tenant", f"kvt-{digest}"):
+    for salt in ("", "tenant", f"kvt-{digest}-1"):
         assert target.retrieve(ids, cache_salt=salt) is None
     assert source.retrieve(ids, cache_salt=answer["cache_salt"]) is None
 
@@ -133,7 +133,7 @@ def test_whatever_else_is_a_prefill_and_nothing_is_stored(
         "drift_budget_exhausted",
     ]
     digest = running.service.store.entries[0].digest
-    assert target.retrieve(ids, cache_salt=f"kvt-{digest}") is None
+    assert target.retrieve(ids, cache_salt=f"kvt-{digest}-1") is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from service.commands.exits import Code
 from service.hf import claim_of
 from service.schemas import SideInfo
 from service.settings import Settings
+from service.vllm.params import salt
 from tests.service.pair import SOURCE, TARGET, cache
 from tests.service.threaded import Running, serving
 
@@ -152,15 +153,17 @@ class Written:
 
 
 def test_hops_of_what_was_translated_are_said_both_ways(running: Running) -> None:
-    ids, ours = tuple(range(TOKENS)), "kvt-sha256:00"
+    ids, digest = tuple(range(TOKENS)), running.service.store.entries[0].digest
     with Client(running.url) as client:
         over = Bridge(client, (claim_of(SOURCE), claim_of(TARGET)), Written(), Written())
         fresh = over.carry(Job(token_ids=ids))
-        unknown = over.carry(Job(token_ids=ids, source_salt=ours))
-        again = over.carry(Job(token_ids=ids, source_salt=ours, hops=1))
+        unknown = over.carry(Job(token_ids=ids, source_salt=f"kvt-{digest}", hops=1))
+        again = over.carry(Job(token_ids=ids, source_salt=salt(digest, 1)))
+        more = over.carry(Job(token_ids=ids, source_salt="tenant", hops=1))
     assert (fresh.decision, fresh.hops) == ("translate", 1)
+    assert fresh.cache_salt == salt(digest, 1)
     assert unknown.reason == "unknown_hops"
-    assert again.reason == "drift_budget_exhausted"
+    assert again.reason == more.reason == "drift_budget_exhausted"
 
 
 def test_one_line_that_is_no_job_does_not_end_the_run(running: Running, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class TestAGoodDeployment:
             running.url,
             *("--source", "small", "--target", "large@large-r1", "--layout", "NHD"),
             *("--layout", "lmcache", "--vllm-config", config),
-            *("--vllm-version", TESTED_VERSIONS[0], "--cache-salt", salt(mapper.digest, "s1")),
+            *("--vllm-version", TESTED_VERSIONS[0], "--cache-salt", salt(mapper.digest, 2, "s1")),
         )
         assert {each["verdict"] for each in found.values()} == {"ok"}, found
         assert "small@small-r1 -> large@large-r1" in found[f"mapper {mapper.id}"]["found"]
@@ -259,7 +259,7 @@ class TestEngine:
     def test_salts(self, running: Running) -> None:
         digest = mapper_of(running).digest
         without = examined(running.url, "--vllm-config", engine(running.url))
-        assert_not_ok(without, "salt", None, f"cache_salt {salt(digest)}")
-        for wrong in ("session-1", salt("sha256:" + "0" * 64), f"{salt(digest)}x"):
+        assert_not_ok(without, "salt", None, f"cache_salt {salt(digest, 1)}")
+        for wrong in ("session-1", salt("sha256:" + "0" * 64, 1), f"kvt-{digest}"):
             found = examined(running.url, "--cache-salt", wrong)
-            assert_not_ok(found, "salt", Code.USAGE, salt(digest))
+            assert_not_ok(found, "salt", Code.USAGE, salt(digest, 1))

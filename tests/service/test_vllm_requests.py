@@ -17,7 +17,7 @@ from service.vllm.errors import NotLoaded
 from service.vllm.exports import Exports
 from service.vllm.link import Leased
 from service.vllm.loads import Loads
-from service.vllm.params import Answered, Handle, Params, allows, is_translated, read_params, salt
+from service.vllm.params import Answered, Handle, Params, allows, hops_of, read_params, salt
 from service.vllm.scheduler import SchedulerSide
 from service.vllm.seal import Sealed, common_tokens, is_of
 from service.vllm.translating import Ready
@@ -118,7 +118,7 @@ def world() -> World:
 
 def begun(world: World, **params: Any) -> Loads:
     loads = world.loads()
-    loads.begin("r", PARAMS.model_copy(update=params), PROMPT, salt(MAPPER, "s"))
+    loads.begin("r", PARAMS.model_copy(update=params), PROMPT, salt(MAPPER, 2, "s"))
     return loads
 
 
@@ -153,7 +153,7 @@ def test_the_end_of_a_prompt_that_is_shorter_than_the_cache_is_read_natively(
 ) -> None:
     world.ready_tokens, world.common = 20 - tail, prompt
     loads = world.loads()
-    loads.begin("r", PARAMS, PROMPT[:prompt], salt(MAPPER, "s"))
+    loads.begin("r", PARAMS, PROMPT[:prompt], salt(MAPPER, 2, "s"))
     world.later.run()
     assert loads.matched("r", 0) == expected
 
@@ -228,7 +228,19 @@ def test_an_aborted_request_keeps_its_memory_until_the_copy_has_ended(world: Wor
 
 
 @pytest.mark.parametrize(
-    "given", [None, "mine", salt(OTHER), salt(MAPPER) + "0", f"x{salt(MAPPER)}", MAPPER]
+    "given",
+    [
+        None,
+        "mine",
+        salt(OTHER, 2),
+        salt(MAPPER, 2) + "0",
+        f"x{salt(MAPPER, 2)}",
+        MAPPER,
+        salt(MAPPER, 1),
+        salt(MAPPER, 3, "s"),
+        f"kvt-{MAPPER}",
+        f"kvt-{MAPPER}-s",
+    ],  # fmt: skip
 )
 def test_without_a_salt_that_names_the_mapper_nothing_is_loaded(
     world: World, given: str | None
@@ -241,12 +253,14 @@ def test_without_a_salt_that_names_the_mapper_nothing_is_loaded(
 
 
 def test_salts() -> None:
-    assert allows(salt(MAPPER), MAPPER)
-    assert allows(salt(MAPPER, "s"), MAPPER)
-    assert not allows(salt(MAPPER), None)
-    assert is_translated(salt(OTHER))
-    assert not is_translated("mine")
-    assert len(salt(MAPPER, "s" * 32)) <= 128  # vLLM's limit
+    assert allows(salt(MAPPER, 1), MAPPER, 1)
+    assert allows(salt(MAPPER, 1, "s"), MAPPER, 1)
+    assert not allows(salt(MAPPER, 1), None, 1)
+    assert not allows(salt(MAPPER, 1), MAPPER, 2)
+    for other, hops in ((None, 0), ("mine", 0), (f"kvt-{MAPPER}-7x", None), ("kvt-x", None)):
+        assert hops_of(other) == hops
+    assert [hops_of(salt(OTHER, n, "3-s")) for n in (1, 64, 65)] == [1, 64, None]
+    assert len(salt(MAPPER, 64, "s" * 32)) <= 128  # vLLM's limit
 
 
 def test_an_export_from_arrival_to_handle(world: World) -> None:
@@ -359,7 +373,7 @@ HOSTILE = [
 @pytest.mark.parametrize("params", HOSTILE)
 def test_what_is_not_understood_is_as_nothing(world: World, params: object) -> None:
     scheduler = side(world)
-    asked = request(params, cache_salt=salt(MAPPER))
+    asked = request(params, cache_salt=salt(MAPPER, 2))
     scheduler.new(asked)
     assert scheduler.matched(asked, 0) == (0, False)
     assert scheduler.finished(asked, [1, 2], whole=True) == (False, None)
@@ -379,7 +393,13 @@ def test_requests_whose_kv_is_not_of_their_tokens_alone(world: World, changes: A
 
 @pytest.mark.parametrize(
     ("cache_salt", "handed", "hops"),
-    [(None, False, 0), ("mine", True, 0), (salt(MAPPER), True, 2), (salt(MAPPER), False, None)],
+    [
+        (None, False, 0),
+        ("mine", True, 0),
+        (salt(MAPPER, 2), True, 2),
+        (salt(MAPPER, 3), False, 3),
+        (f"kvt-{MAPPER}", True, None),
+    ],
 )
 def test_hops_are_counted_and_kv_of_unknown_ones_is_not_exported(
     world: World, cache_salt: str | None, handed: bool, hops: int | None
@@ -396,21 +416,11 @@ def test_hops_are_counted_and_kv_of_unknown_ones_is_not_exported(
     assert handle is None or handle["tokens"] == 23
 
 
-def test_a_later_request_under_a_salt_says_its_hops(world: World) -> None:
-    scheduler = side(world)
-    asked = request({"kvt": {"export": True, "hops": 3}}, cache_salt=salt(MAPPER))
-    scheduler.new(asked)
-    world.later.run()
-    answered = scheduler.finished(asked, list(range(6)), whole=True)[1]
-    assert answered is not None
-    assert answered["kvt"]["handle"]["hops"] == 3
-
-
 def test_kv_of_too_many_hops_is_not_exported(world: World) -> None:
     scheduler = side(world)
     handle = HANDLE.model_copy(update={"hops": 64})
     said = Params(handle=handle, mapper=MAPPER, export=True).model_dump(mode="json")
-    asked = request({"kvt": said}, cache_salt=salt(MAPPER))
+    asked = request({"kvt": said}, cache_salt=salt(MAPPER, 65))
     scheduler.new(asked)
     world.later.run()
     assert scheduler.finished(asked, list(range(6)), whole=True)[0] is False

@@ -71,7 +71,7 @@ def load(engine: Process, prompt: list[int], handle: Handle, mapper: str, **more
         **more.pop("params", {}),
     }
     # A salt of its own, so that no test meets what another has loaded.
-    own = salt(mapper, handle.buffer)
+    own = salt(mapper, handle.hops + 1, handle.buffer)
     asked = {"cache_salt": own, "kv_transfer_params": {"kvt": params}}
     return complete(engine, prompt, **(asked | more))
 

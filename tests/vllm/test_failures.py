@@ -77,7 +77,7 @@ def test_a_threshold_that_cannot_be_met(stack: Stack, texts: Texts, digest: str)
     assert_native(answer, prompt, "certified_kl_exceeds_threshold")
 
 
-@pytest.mark.parametrize(("number", "given"), [(19, None), (20, "mine"), (21, salt("other"))])
+@pytest.mark.parametrize(("number", "given"), [(19, None), (20, "mine"), (21, salt("other", 1))])
 def test_without_a_salt_that_names_the_mapper(
     stack: Stack, texts: Texts, digest: str, number: int, given: str | None
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_breaker_that_is_open(stack: Stack, texts: Texts, digest: str) -> None
     handle = export(stack.small, prompt)
     with Client(stack.translator.url) as client:
         for number in range(MOST_FEEDBACK):
-            more = {"cache_salt": salt(digest, str(number)), "params": {"keep": True}}
+            more = {"cache_salt": salt(digest, 1, str(number)), "params": {"keep": True}}
             loaded = load(stack.large, prompt, handle, digest, tokens=1, **more).said.loaded
             if loaded is None:
                 break

@@ -124,7 +124,7 @@ class Router:
         if before is None:
             return "first", _said(export=True)
         if before.engine == engine:
-            extra = _said(export=True, hops=before.handle.hops, replaces=before.handle.buffer)
+            extra = _said(export=True, replaces=before.handle.buffer)
             return "stayed", extra | ({"cache_salt": before.salt} if before.salt else {})
         plan = await self._plan(before.handle, engine, session_id)
         if plan is None or plan.decision != "translate":
@@ -133,7 +133,8 @@ class Router:
         handle = before.handle.model_dump(mode="json", exclude_none=True)
         limits = {"domain": self._config.domain, "session_id": session_id}
         said = _said(export=True, handle=handle, mapper=plan.digest, **limits)
-        return "planned", said | {"cache_salt": salt(plan.digest, _hashed(session_id))}
+        own = salt(plan.digest, before.handle.hops + 1, _hashed(session_id))
+        return "planned", said | {"cache_salt": own}
 
     async def _plan(self, handle: Handle, engine: str, session_id: str) -> Plan | None:
         request = TranslateRequest(
