@@ -52,7 +52,7 @@ class Exports:
     ) -> None:
         self._claim, self._geometry, self._clock = claim, geometry, clock
         self._link, self._threads, self._counters = link, threads, counters
-        self._asked: list[Future[Leased]] = []
+        self._asked: set[Future[Leased]] = set()
         self._rooms: dict[str, _Room] = {}
         self._copied: dict[str, Leased] = {}
         self._jobs: list[Export] = []
@@ -60,14 +60,14 @@ class Exports:
     def begin(self, request_id: str, tokens: int, hops: int, replaces: str | None = None) -> None:
         """Take a lease for up to so many tokens, which have been through ``hops`` translations,
         and end the one that it ``replaces``."""
-        self._asked = [lease for lease in self._asked if not lease.done()]
         if len(self._asked) >= MOST_ASKED:
             self._counters.add("export", "service_hangs")
             return
         tokens = min(tokens, self._geometry.max_tokens)
         nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
         lease = self._threads.submit(self._lease, nbytes, replaces)
-        self._asked.append(lease)
+        self._asked.add(lease)
+        lease.add_done_callback(self._asked.discard)
         self._rooms[request_id] = _Room(lease, self._clock() + LEASE_SECONDS, tokens, hops)
 
     def holds_back(self, request_id: str) -> bool:

@@ -28,12 +28,14 @@ Translate = Callable[[Params, list[int], float], Ready]
 
 @dataclass
 class _Request:
-    """One that may load: what it waits for, and what it was told."""
+    """One that may load: what it waits for, or else what it was told.
 
-    translation: Future[Ready]
+    A translation is memory, so it is kept here until it is promised or refused and no longer.
+    """
+
+    translation: Future[Ready] | None
     until_seconds: float
     prompt_tokens: int
-    promised: bool = False
     said: Loaded | Refused | None = None
 
 
@@ -73,7 +75,7 @@ class Loads:
     def matched(self, request_id: str, computed: int) -> int | None:
         """Tokens to load after ``computed`` ones; None: ask again; 0: prefill."""
         request = self._requests.get(request_id)
-        if request is None or request.promised or isinstance(request.said, Refused):
+        if request is None or request.translation is None:
             return 0
         if not request.translation.done():
             if self._clock() < request.until_seconds:
@@ -93,7 +95,7 @@ class Loads:
     def allocated(self, request_id: str, blocks: list[int], tokens: int) -> None:
         """The engine takes ``tokens`` more; ``blocks`` are all of the request's, in token order."""
         request = self._requests.get(request_id)
-        if request is None or tokens == 0 or request.promised:
+        if request is None or request.translation is None or tokens == 0:
             return
         ready = request.translation.result()
         whole = self._whole_blocks(ready, request)
@@ -102,7 +104,7 @@ class Loads:
         memory, covered = ready.leased.shared, ready.receipt.tokens
         self._jobs.append(Load(request_id, memory, chosen, first, covered))
         self._copied[request_id] = ready.leased
-        request.promised, request.said = True, Loaded(tokens=tokens, receipt=ready.receipt)
+        request.translation, request.said = None, Loaded(tokens=tokens, receipt=ready.receipt)
 
     def jobs(self) -> list[Load]:
         """New ones, for the workers."""
@@ -122,8 +124,7 @@ class Loads:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if not request.promised:  # what was, is released when its copy has ended
-            request.translation.add_done_callback(self._give_back)
+        self._drop(request)
         return request.said
 
     def _ended(self, request_id: str, failed: bool) -> None:
@@ -145,6 +146,13 @@ class Loads:
     def _refuse(self, request: _Request, reason: str) -> None:
         request.said = Refused(reason=reason)
         self._counters.add("load", reason)
+        self._drop(request)
+
+    def _drop(self, request: _Request) -> None:
+        """Give back what was not promised; what was, is given back when its copy has ended."""
+        translation, request.translation = request.translation, None
+        if translation is not None:
+            translation.add_done_callback(self._give_back)
 
     def _give_back(self, translation: Future[Ready]) -> None:
         if not translation.cancelled() and translation.exception() is None:

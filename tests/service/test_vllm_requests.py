@@ -1,6 +1,7 @@
 """What requests of an engine are told: salts, handles, deadlines, refusals; no engine is needed."""
 
 import json
+import weakref
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -78,12 +79,15 @@ class World:
     later: Later = field(default_factory=Later)
     counters: Counters = field(default_factory=Counters)
     leases: int = 0
+    mapped: weakref.WeakSet[Leased] = field(default_factory=weakref.WeakSet)
 
     def lease(self, nbytes: int) -> Leased:
         if self.refusal is not None:
             raise self.refusal
         self.leases += 1
-        return Leased(f"{self.leases:032x}", allocate(nbytes))
+        leased = Leased(f"{self.leases:032x}", allocate(nbytes))
+        self.mapped.add(leased)
+        return leased
 
     def release(self, leased: Leased) -> None:
         leased.close()
@@ -172,6 +176,7 @@ def test_a_load_from_promise_to_release(world: World) -> None:
     loads.done({"r"}, set())
     world.later.run()
     assert world.released == [LEASE]
+    assert not world.mapped
     assert loads.matched("r", 0) == 0  # preempted: computed again
     said = loads.forget("r")
     assert said is not None
@@ -199,11 +204,24 @@ def test_the_deadline_ends_the_waiting_and_what_comes_later_is_released(world: W
     world.now = 2.0
     assert loads.matched("r", 0) == 0
     world.later.run()
+    assert world.released == [LEASE]  # while the request goes on
+    assert not world.mapped
     assert loads.matched("r", 0) == 0
     loads.forget("r")
     world.later.run()
     assert world.released == [LEASE]
     assert world.counted() == {"load deadline": 1}
+
+
+def test_what_is_too_little_to_load_is_released_at_once(world: World) -> None:
+    world.ready_tokens = 3
+    loads = begun(world)
+    world.later.run()
+    assert loads.matched("r", 0) == 0
+    world.later.run()
+    assert world.released == [LEASE]
+    assert not world.mapped
+    assert world.counted() == {"load nothing_to_load": 1}
 
 
 def test_a_load_that_failed_is_computed(world: World) -> None:
@@ -277,6 +295,8 @@ def test_an_export_from_arrival_to_handle(world: World) -> None:
     assert is_of(memory, handle.seal_offset, Sealed(CLAIM, 10, ranks=1, hops=0))
     assert common_tokens(memory, handle.seal_offset, 10, ids) == 10
     exports.done({"r"})
+    del memory
+    assert not world.mapped
     with pytest.raises(FileNotFoundError):
         job.memory.open()
     assert world.counted() == {"export exported": 1}
