@@ -37,6 +37,9 @@ class World:
 
     def __init__(self, plan: dict[str, Any] | int) -> None:
         self.plan = plan
+        self.strict = False
+        self.said: dict[str, Any] = {}
+        self.answers: list[Any] = []
         self.asked: list[dict[str, Any]] = []
         self.router = example.Router(CONFIG)
         self.router._http = httpx.AsyncClient(transport=httpx.MockTransport(self._engine))
@@ -47,21 +50,29 @@ class World:
     def _engine(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         self.asked.append(body)
-        said = {"kvt": {"handle": handle(body["model"], hops=len(self.asked) - 1)}}
-        return httpx.Response(200, json={"choices": [], "kv_transfer_params": said})
+        if self.strict and "kv_transfer_params" in body:
+            return httpx.Response(400, json={"error": "an unknown field"})
+        said = {"kvt": {"handle": handle(body["model"], hops=len(self.asked) - 1)} | self.said}
+        choice: dict[str, Any] = {"text": "y", "logprobs": None}
+        if "return_token_ids" in body:
+            choice |= {"logprobs": {}, "token_ids": [1], "prompt_token_ids": [2]}
+        return httpx.Response(200, json={"choices": [choice], "kv_transfer_params": said})
 
     def _service(self, request: httpx.Request) -> httpx.Response:
         if isinstance(self.plan, int):
             return httpx.Response(self.plan, json={"code": "pair_not_found"})
         return httpx.Response(200, json=self.plan)
 
-    def turns(self, *models: str, session: str | None = "s") -> list[dict[str, Any]]:
+    def turns(
+        self, *models: str, session: str | None = "s", **changes: Any
+    ) -> list[dict[str, Any]]:
         """What the engines were asked for these turns."""
 
         async def talk() -> None:
             for model in models:
-                body = {"model": model, "prompt": "x", "logprobs": 1}
-                await self.router.turn(PATH, body, session)
+                body = {"model": model, "prompt": "x", "logprobs": 1} | changes
+                self.answers.append(await self.router.turn(PATH, body, session))
+            await self.router.aclose()
 
         asyncio.run(talk())
         return self.asked
@@ -94,6 +105,55 @@ def test_anything_but_a_plan_to_translate_is_a_plain_request(plan: Any) -> None:
 def test_without_a_session_nothing_is_added() -> None:
     (asked,) = World(PLAN).turns("small", session=None)
     assert asked == {"model": "small", "prompt": "x", "logprobs": 1}
+
+
+def test_what_was_added_to_a_request_is_not_in_its_answer() -> None:
+    world = World(PLAN)
+    _, second = world.turns("small", "large", logprobs=None)
+    assert second["return_token_ids"] is True
+    assert world.answers[1] == (200, {"choices": [{"text": "y", "logprobs": None}]})
+    asked = World(PLAN)
+    asked.turns("small", "large", return_token_ids=True)
+    assert asked.answers[1][1]["choices"][0]["token_ids"] == [1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"echo": True}, {"logprobs": 0}, {"prompt": ["x", "y"]}, {"prompt": [[1], [2]]}, {"n": 2}],
+)
+def test_what_cannot_be_measured(changes: dict[str, Any]) -> None:
+    _, second = World(PLAN).turns("small", "large", **({"logprobs": None} | changes))
+    assert "return_token_ids" not in second
+    assert params(second)["mapper"] == MAPPER
+
+
+def test_an_engine_that_does_not_know_what_was_added_is_asked_without() -> None:
+    world = World(PLAN)
+    world.strict = True
+    assert world.turns("small")[1] == {"model": "small", "prompt": "x", "logprobs": 1}
+    assert world.answers[0][0] == 200
+
+
+def test_a_measurement_that_breaks_does_not_keep_the_router_from_closing() -> None:
+    router = World(PLAN).router
+
+    async def broken() -> None:
+        raise KeyError
+
+    async def close() -> None:
+        router._shadows.add(asyncio.create_task(broken()))
+        await router.aclose()
+
+    asyncio.run(close())
+    assert router._http.is_closed
+
+
+def test_an_unknown_document_is_as_if_there_were_none() -> None:
+    world = World(PLAN)
+    world.said = {"another": "version"}
+    first, second = world.turns("small", "small")
+    assert params(first) == params(second) == {"export": True}
+    assert world.answers[1][0] == 200
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import yaml
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mappers.identity import IdentityClaim
 from mappers.layouts import Layout
@@ -91,8 +91,10 @@ class Router:
         self._tokens = self._counter("loaded_tokens", "Prompt tokens that were not prefilled.")
         self._feedback = self._counter("feedback", "Answers measured for the service.")
 
-    async def turn(self, path: str, body: dict[str, Any], session_id: str | None) -> httpx.Response:
-        """Answer one request of a conversation."""
+    async def turn(
+        self, path: str, body: dict[str, Any], session_id: str | None
+    ) -> tuple[int, Any]:
+        """Answer one request of a conversation: status and document. Raises httpx.HTTPError."""
         engine = choose(body, self._config)
         asked = {**body, "model": engine}
         before = self._sessions.get(session_id) if session_id else None
@@ -103,19 +105,24 @@ class Router:
             shadowed = how == "planned" and _can_be_measured(path, body)
             if shadowed:
                 asked |= _measurable()
-        response = await self._http.post(self._config.engines[engine].url + path, json=asked)
-        answered = _answered(response)
+        url = self._config.engines[engine].url + path
+        response = await self._http.post(url, json=asked)
+        if response.status_code == 400 and session_id:  # perhaps for what was added
+            how, asked, shadowed = "refused", {**body, "model": engine}, False
+            response = await self._http.post(url, json=asked)
+        answer = _json(response)
+        answered = _answered(answer)
         if answered.loaded:
             how = "loaded"
             self._tokens.labels(engine, how).inc(answered.loaded.tokens)
             if shadowed and answered.loaded.receipt.shadow:
-                self._measure_later(engine, response.json(), answered.loaded)
+                self._measure_later(engine, answer, answered.loaded)
         elif answered.refused:
             how = answered.refused.reason
         self._turns.labels(engine, how).inc()
         if session_id:
             self._remember(session_id, engine, answered.handle, asked.get("cache_salt"))
-        return response
+        return response.status_code, _without_added(answer, body)
 
     async def _moved(
         self, before: Session | None, engine: str, session_id: str
@@ -161,7 +168,10 @@ class Router:
             self._sessions.popitem(last=False)
 
     def _measure_later(self, engine: str, answer: dict[str, Any], loaded: Loaded) -> None:
-        task = asyncio.create_task(self._measure(engine, answer["choices"][0], loaded))
+        choice = dict(answer["choices"][0])
+        if not choice.get("token_ids"):  # nothing was said
+            return
+        task = asyncio.create_task(self._measure(engine, choice, loaded))
         self._shadows.add(task)
         task.add_done_callback(self._shadows.discard)
 
@@ -195,7 +205,7 @@ class Router:
 
     async def aclose(self) -> None:
         """Let measurements end, then close."""
-        await asyncio.gather(*self._shadows)
+        await asyncio.gather(*self._shadows, return_exceptions=True)
         await self._kvt.aclose()
         await self._http.aclose()
 
@@ -205,11 +215,39 @@ def _said(**params: Any) -> dict[str, Any]:
     return {"kv_transfer_params": {"kvt": given}}
 
 
-def _answered(response: httpx.Response) -> Answered:
-    """What the connector adds to an answer; nothing where there is no connector."""
-    said = response.json() if response.status_code == 200 else {}
-    found = (said.get("kv_transfer_params") or {}).get("kvt") or {}
-    return Answered.model_validate(found, strict=False)
+def _json(response: httpx.Response) -> Any:
+    """Raises httpx.DecodingError."""
+    try:
+        return response.json()
+    except ValueError as error:
+        raise httpx.DecodingError("the engine's answer is not JSON") from error
+
+
+def _answered(answer: Any) -> Answered:
+    """What the connector adds to an answer; nothing where there is none, or another one."""
+    try:
+        found = (answer.get("kv_transfer_params") or {}).get("kvt") or {}
+        return Answered.model_validate(found, strict=False)
+    except (AttributeError, ValidationError):
+        return Answered()
+
+
+def _without_added(answer: Any, body: dict[str, Any]) -> Any:
+    """The answer as it is for a client that has asked for ``body`` only."""
+    if not isinstance(answer, dict):
+        return answer
+    kept = {name: value for name, value in answer.items() if name != "kv_transfer_params"}
+    if isinstance(choices := kept.get("choices"), list):
+        kept["choices"] = [_choice_without_added(choice, body) for choice in choices]
+    return kept
+
+
+def _choice_without_added(choice: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    added = set() if body.get("return_token_ids") else {"token_ids", "prompt_token_ids"}
+    kept = {name: value for name, value in choice.items() if name not in added}
+    if body.get("logprobs") is None and "logprobs" in kept:  # a field that is always there
+        kept["logprobs"] = None
+    return kept
 
 
 def _hashed(session_id: str) -> str:
@@ -217,8 +255,15 @@ def _hashed(session_id: str) -> str:
 
 
 def _can_be_measured(path: str, body: dict[str, Any]) -> bool:
-    """Only where the client has not asked for log-probabilities in a form of its own."""
-    return path == "/v1/completions" and not body.get("logprobs") and body.get("n", 1) == 1
+    """Only one prompt and one answer to it, and where the client has not asked for
+    log-probabilities in a form of its own."""
+    prompt = body.get("prompt")
+    alone = isinstance(prompt, str) or (
+        isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    )
+    own = body.get("logprobs") is not None or body.get("return_tokens_as_token_ids")
+    once = body.get("n", 1) == 1 and not body.get("echo")
+    return path == "/v1/completions" and alone and once and not own
 
 
 def _measurable() -> dict[str, Any]:
@@ -258,13 +303,10 @@ def create_app(config: Config) -> FastAPI:
             raise HTTPException(400, "this example does not stream")
         session_id = request.headers.get("x-session-id")
         try:
-            response = await router.turn(request.url.path, body, session_id)
+            status, answer = await router.turn(request.url.path, body, session_id)
         except httpx.HTTPError as error:
             raise HTTPException(502, "the engine cannot be reached") from error
-        answer = response.json()
-        if isinstance(answer, dict):
-            answer.pop("kv_transfer_params", None)
-        return JSONResponse(answer, response.status_code)
+        return JSONResponse(answer, status)
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
