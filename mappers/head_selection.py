@@ -124,12 +124,12 @@ class HeadSearch:
         steps = min(longest, self._candidates)
         if share == "layer":
             return (self._of_layer(place, steps),)
-        pool = self._pool(place)
-        steps = min(steps, len(pool))
-        gram = _only(self._gram, pool)
+        gram, wanted, pool = self._gram, self._wanted(place), self._pool(place)
+        if len(pool) < self._candidates:  # or all of a large matrix would be copied
+            gram, wanted, steps = _only(gram, pool), wanted[pool], min(steps, len(pool))
         return tuple(
-            _renumbered(forward([System(gram, wanted, steps)], steps), pool)
-            for wanted in self._wanted(place)[pool].chunk(self._moments.geometry.target_heads, 2)
+            _renumbered(forward([System(gram, own, steps)], steps), pool)
+            for own in wanted.chunk(self._moments.geometry.target_heads, 2)
         )
 
     def _pool(self, place: int) -> list[int]:
@@ -169,8 +169,12 @@ def _first(paths: Sequence[Path], steps: int) -> Heads:
 
 
 def _only(of: Penalised, blocks: Sequence[int]) -> Penalised:
+    count, size = of.gram.shape[:2]
     chosen = torch.tensor(blocks)
-    return Penalised(of.gram[chosen][:, :, chosen].contiguous(), of.added[chosen])
+    columns = (chosen[:, None] * size + torch.arange(size)).flatten()
+    # Rows and columns at once: whole rows are not copied for a few columns.
+    gram = of.gram.view(count * size, -1)[columns[:, None], columns]
+    return Penalised(gram.view(len(blocks), size, len(blocks), size), of.added[chosen])
 
 
 def _renumbered(path: Path, blocks: Sequence[int]) -> Path:
