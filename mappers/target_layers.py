@@ -1,0 +1,133 @@
+"""The target layers of one request, in order: source content times the maps, chunk by chunk."""
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mappers.blocks import block_tokens
+from mappers.content import SourceContent
+from mappers.content_memory import Layer, by_head
+from mappers.errors import NonFinite
+from mappers.finish import KeyFinish, written
+from mappers.geometry import Geometry
+from mappers.recipes.contract import PreparedMap, Recipe
+from mappers.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLayer:
+    """The maps of a target layer, ready to apply; ``expiring`` are the sources it reads last."""
+
+    sources: tuple[int, ...]
+    keys: PreparedMap
+    values: PreparedMap
+    key_norm: Tensor | None
+    expiring: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedMapper:
+    """All maps of a mapper on their device, and what is to be known of it to apply them."""
+
+    recipe: Recipe
+    geometry: Geometry
+    lags: int
+    layers: tuple[PreparedLayer, ...]
+    device: torch.device
+
+    @property
+    def joint(self) -> bool:
+        """Whether keys and values are inputs together."""
+        return self.recipe.structure == "joint"
+
+
+class TargetLayers:
+    """Iterates over keys and values of each target layer, with None between chunks of tokens.
+
+    Products of ``chunk_tokens`` rows at most wait in a workspace for what is done to them, unless
+    they are the answer as they are. Raises NonFinite in place of a layer that would hold a NaN or
+    an infinity.
+    """
+
+    def __init__(
+        self, mapper: PreparedMapper, content: SourceContent, request: Request, chunk_tokens: int
+    ) -> None:
+        self._mapper, self._content, self._request = mapper, content, request
+        self._chunk_tokens = chunk_tokens
+        heads, dim = mapper.geometry.target_heads, mapper.geometry.target_dim
+        self._block_tokens = block_tokens(heads * dim, chunk_tokens, mapper.device)
+        self._shape = (request.tokens, heads, dim)
+        rows = min(chunk_tokens, request.tokens)
+        self._workspace = torch.empty((rows, heads, dim), device=mapper.device)
+
+    def __iter__(self) -> Iterator[Layer | None]:
+        for index, layer in enumerate(self._mapper.layers):
+            answer = self._request.answer
+            keys, values = answer[index] if answer else self._new_layer()
+            checksum = _splice(self._request, index, keys, values)
+            if self._request.known < self._request.tokens:
+                rows = self._request.mapped
+                checksum += yield from self._map_layer(layer, keys[rows], values[rows])
+            if not bool(checksum.isfinite()):
+                raise NonFinite(f"target layer {index} would hold a NaN or an infinity")
+            yield keys, values
+
+    def _map_layer(
+        self, layer: PreparedLayer, keys: Tensor, values: Tensor
+    ) -> Generator[None, None, Tensor]:
+        """Fill keys and values of the mapped tokens; return the sum of what was written."""
+        source_keys, source_values = self._content.read_all(layer.sources)
+        if self._mapper.joint:
+            source_keys = source_values = (*source_keys, *source_values)
+        finish = KeyFinish(self._request.target_table, layer.key_norm)
+        checksum = yield from self._map(layer.keys, source_keys, keys, finish)
+        checksum += yield from self._map(layer.values, source_values, values, None)
+        del source_keys, source_values
+        for source in layer.expiring:
+            self._content.drop(source)
+        return checksum
+
+    def _map(
+        self,
+        prepared: PreparedMap,
+        contents: Sequence[Tensor],
+        out: Tensor,
+        finish: KeyFinish | None,
+    ) -> Generator[None, None, Tensor]:
+        """Fill ``out [T, H_t, D_t]``, keys with ``finish``, giving None between chunks; return the
+        sum of what was written."""
+        checksum = torch.zeros((), device=self._mapper.device)
+        apart = prepared.weight.shape[0] == self._mapper.geometry.target_heads > 1
+        # Sums are float32 anyway: values of the same form get them in their own memory.
+        direct = finish is None and out.dtype == torch.float32 and not apart and out.is_contiguous()
+        for start in range(0, out.shape[0], self._chunk_tokens):
+            if start:
+                yield
+            chunk = slice(start, min(start + self._chunk_tokens, out.shape[0]))
+            mapped = out[chunk] if direct else self._workspace[: chunk.stop - start]
+            mapped = by_head(mapped) if apart else mapped
+            read = slice(chunk.start, chunk.stop + self._mapper.lags)
+            self._mapper.recipe.apply(prepared, [content[read] for content in contents], mapped)
+            for first in range(start, chunk.stop, self._block_tokens):
+                rows = slice(first, min(first + self._block_tokens, chunk.stop))
+                part = mapped[first - start : rows.stop - start]
+                checksum += written(part, out[rows], finish, rows)
+        return checksum
+
+    def _new_layer(self) -> Layer:
+        dtype, device = self._request.dtype, self._mapper.device
+        keys, values = (torch.empty(self._shape, dtype=dtype, device=device) for _ in range(2))
+        return keys, values
+
+
+def _splice(request: Request, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+    """Copy the known tokens of a target layer into place; return the sum of what was written."""
+    checksum = torch.zeros((), device=keys.device)
+    if request.prefix is None:
+        return checksum
+    for out, exact in ((keys, request.prefix.keys[layer]), (values, request.prefix.values[layer])):
+        written_rows = out[: request.known].copy_(exact[: request.known])
+        checksum += written_rows.sum(dtype=torch.float32)
+    return checksum
