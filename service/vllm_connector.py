@@ -51,8 +51,8 @@ from service.vllm.translating import Translating
 from service.vllm.worker import RankCache, WorkerSide
 
 IDLE_SECONDS = 0.001
-THREADS = 4
-"""Translations and leases that wait for the service at the same time."""
+TRANSLATIONS, LEASES = 4, 4
+"""That wait for the service at the same time."""
 
 
 class Step(KVConnectorMetadata):  # type: ignore[misc]
@@ -222,12 +222,18 @@ def _scheduler_side(
 ) -> SchedulerSide:
     claim = claim_of_engine(config, options)
     link = Link(options.url, options.deadline_seconds, options.socket)
-    threads = ThreadPoolExecutor(THREADS, "kvt-link")
-    exports = Exports(claim, geometry, link, threads, counters)
+    exports = Exports(
+        claim,
+        geometry,
+        link,
+        ThreadPoolExecutor(LEASES, "kvt-leases"),
+        counters,
+        lease_seconds=options.lease_seconds,
+    )
     loads = Loads(
         Translating(link, claim, geometry),
         link.release,
-        threads,
+        ThreadPoolExecutor(TRANSLATIONS, "kvt-translations"),
         counters,
         block_tokens=geometry.block_tokens,
         deadline_seconds=options.deadline_seconds,
@@ -235,6 +241,5 @@ def _scheduler_side(
     return SchedulerSide(
         exports if transfer.is_kv_producer else None,
         loads if transfer.is_kv_consumer else None,
-        threads,
         answer_tokens=options.answer_tokens,
     )

@@ -32,6 +32,9 @@ class Options(BaseModel):
     version: str | None = None
     socket: str | None = Field(None, description="The service's socket, if mounted elsewhere.")
     deadline_seconds: float = Field(5.0, gt=0, le=600, allow_inf_nan=False)
+    lease_seconds: float = Field(
+        1.0, gt=0, le=600, allow_inf_nan=False, description="The longest that an export waits."
+    )
     answer_tokens: int = Field(1024, ge=1, description="Room for an answer in an export.")
     accept_untested: bool = Field(False, description="Other versions and devices; not for use.")
 

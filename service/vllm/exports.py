@@ -15,17 +15,13 @@ from mappers.identity import IdentityClaim
 from service.vllm.counters import Counters
 from service.vllm.engine import Geometry
 from service.vllm.errors import NotLoaded
+from service.vllm.hang import HangWatch
 from service.vllm.jobs import Export
 from service.vllm.link import Leased, Link
 from service.vllm.params import Handle
 from service.vllm.seal import Sealed, seal_bytes, seal_offset, write_seal
 
 log = logging.getLogger("vllm.kvt.exports")
-
-LEASE_SECONDS = 1.0
-"""A lease takes milliseconds; what has none by then is answered without a handle."""
-MOST_ASKED = 4
-"""With so many leases under way the service hangs, and nothing is held back for it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,11 @@ class _Room:
 
 
 class Exports:
-    """Those of one engine. Nothing here waits; ``clock`` is monotonic, in seconds."""
+    """Those of one engine. Nothing here waits; ``clock`` is monotonic, in seconds.
+
+    ``threads`` ask for leases and for nothing else, so that these never queue behind translations.
+    A request is held back for ``lease_seconds`` at most, and for a service that hangs not at all.
+    """
 
     def __init__(
         self,
@@ -48,32 +48,35 @@ class Exports:
         link: Link,
         threads: Executor,
         counters: Counters,
+        *,
+        lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._claim, self._geometry, self._clock = claim, geometry, clock
         self._link, self._threads, self._counters = link, threads, counters
-        self._asked: set[Future[Leased]] = set()
+        self._lease_seconds = lease_seconds
+        self._service = HangWatch(lease_seconds, clock)
         self._rooms: dict[str, _Room] = {}
         self._copied: dict[str, Leased] = {}
         self._jobs: list[Export] = []
 
     def begin(self, request_id: str, tokens: int, hops: int, replaces: str | None = None) -> None:
         """Take a lease for up to so many tokens, which have been through ``hops`` translations,
-        and end the one that it ``replaces``."""
-        if len(self._asked) >= MOST_ASKED:
+        and end the one that it ``replaces``. A service that hangs is not asked for more."""
+        if self._service.hangs() and self._service.is_asked():
             self._counters.add("export", "service_hangs")
             return
         tokens = min(tokens, self._geometry.max_tokens)
         nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
         lease = self._threads.submit(self._lease, nbytes, replaces)
-        self._asked.add(lease)
-        lease.add_done_callback(self._asked.discard)
-        self._rooms[request_id] = _Room(lease, self._clock() + LEASE_SECONDS, tokens, hops)
+        self._rooms[request_id] = _Room(lease, self._clock() + self._lease_seconds, tokens, hops)
 
     def holds_back(self, request_id: str) -> bool:
         """Whether the request should wait for its lease before it is scheduled."""
         room = self._rooms.get(request_id)
-        return room is not None and not room.lease.done() and self._clock() < room.until_seconds
+        if room is None or room.lease.done() or self._service.hangs():
+            return False
+        return self._clock() < room.until_seconds
 
     def finish(
         self, request_id: str, ids: list[int], blocks: list[int], *, whole: bool
@@ -119,10 +122,19 @@ class Exports:
             if leased is not None:
                 leased.close()
 
+    def close(self) -> None:
+        """The engine ends; what is under way ends by its own deadline."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _lease(self, nbytes: int, replaces: str | None) -> Leased:
-        if replaces is not None:
-            self._link.end(replaces)
-        return self._link.lease(nbytes)
+        with self._service.question():
+            if replaces is not None:
+                self._link.end(replaces)
+            return self._link.lease(nbytes)
+
+    def _release(self, leased: Leased) -> None:
+        with self._service.question():
+            self._link.release(leased)
 
     def _taken(self, room: _Room) -> Leased | None:
         if not room.lease.done():
@@ -138,7 +150,7 @@ class Exports:
     def _give_back(self, lease: Future[Leased]) -> None:
         """Of a request that was aborted, or has no use for it."""
         if not lease.cancelled() and lease.exception() is None:
-            self._threads.submit(self._link.release, lease.result())
+            self._threads.submit(self._release, lease.result())
 
     def _offset(self, tokens: int) -> int:
         return seal_offset(self._geometry.cache_bytes(tokens))

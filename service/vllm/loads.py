@@ -127,6 +127,10 @@ class Loads:
         self._drop(request)
         return request.said
 
+    def close(self) -> None:
+        """The engine ends; what is under way ends by its own deadline."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _ended(self, request_id: str, failed: bool) -> None:
         request = self._requests.get(request_id)
         if request is None:

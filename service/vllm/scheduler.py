@@ -5,7 +5,6 @@ in here would end the engine, and with it every other request.
 """
 
 import logging
-from concurrent.futures import Executor
 from typing import Any
 
 from service.vllm.exports import Exports
@@ -19,16 +18,8 @@ log = logging.getLogger("vllm.kvt.scheduler")
 class SchedulerSide:
     """``answer_tokens``: how long an answer may get and still be exported as a whole."""
 
-    def __init__(
-        self,
-        exports: Exports | None,
-        loads: Loads | None,
-        threads: Executor,
-        *,
-        answer_tokens: int,
-    ) -> None:
-        self._exports, self._loads, self._threads = exports, loads, threads
-        self._answer_tokens = answer_tokens
+    def __init__(self, exports: Exports | None, loads: Loads | None, *, answer_tokens: int) -> None:
+        self._exports, self._loads, self._answer_tokens = exports, loads, answer_tokens
 
     def new(self, request: Any) -> None:
         """A request has arrived."""
@@ -91,8 +82,10 @@ class SchedulerSide:
         return handle is not None, {KEY: answered.model_dump(mode="json")}
 
     def close(self) -> None:
-        """The engine ends; what is under way ends by its own deadline."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """The engine ends."""
+        for side in (self._exports, self._loads):
+            if side is not None:
+                side.close()
 
 
 def _params(request: Any) -> Params | None:

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -57,9 +58,10 @@ class Later(Executor):
         self.waiting.append((future, lambda: work(*given, **named)))
         return future
 
-    def run(self) -> None:
+    def run(self, most: int = 1000) -> None:
         """What has been submitted, and what that submits."""
-        while self.waiting:
+        while self.waiting and most:
+            most -= 1
             future, work = self.waiting.pop(0)
             try:
                 future.set_result(work())
@@ -79,9 +81,11 @@ class World:
     later: Later = field(default_factory=Later)
     counters: Counters = field(default_factory=Counters)
     leases: int = 0
+    while_asked: Callable[[], None] = lambda: None
     mapped: weakref.WeakSet[Leased] = field(default_factory=weakref.WeakSet)
 
     def lease(self, nbytes: int) -> Leased:
+        self.while_asked()
         if self.refusal is not None:
             raise self.refusal
         self.leases += 1
@@ -108,7 +112,7 @@ class World:
     def exports(self) -> Exports:
         return Exports(
             CLAIM, GEOMETRY, self, self.later, self.counters,  # type: ignore[arg-type]
-            clock=lambda: self.now,
+            lease_seconds=1.0, clock=lambda: self.now,
         )  # fmt: skip
 
     def counted(self) -> dict[str, int]:
@@ -350,12 +354,51 @@ def test_a_request_is_held_back_for_its_lease_but_not_for_long(world: World) -> 
     assert scheduler.finished(slow, [1], whole=True) == (False, None)
 
 
-def test_nothing_is_held_back_for_a_service_that_hangs(world: World) -> None:
-    exports = world.exports()
-    for number in range(5):
-        exports.begin(str(number), 6, 0)
-    assert [exports.holds_back(str(number)) for number in range(5)] == [True] * 4 + [False]
+def test_many_at_once_all_get_their_leases_however_long_the_last_waits(world: World) -> None:
+    def slow() -> None:
+        world.now += 0.2
+
+    world.while_asked = slow
+    exports, names = world.exports(), [str(number) for number in range(16)]
+    for name in names:
+        exports.begin(name, 6, 0)
+    assert all(exports.holds_back(name) for name in names)
+    world.later.run(8)
+    assert not any(exports.holds_back(name) for name in names)  # their second is over
+    exports.begin("newcomer", 6, 0)
+    assert exports.holds_back("newcomer")
+    world.later.run()
+    handles = [exports.finish(name, [1, 2], [4], whole=True) for name in (*names, "newcomer")]
+    assert None not in handles
+    assert world.counted() == {"export exported": 17}
+
+
+def test_a_service_that_hangs_costs_its_second_once(world: World) -> None:
+    exports, held = world.exports(), dict[str, bool]()
+
+    def hanging() -> None:
+        world.now = 0.5
+        exports.begin("during", 6, 0)
+        held["before it is known"] = exports.holds_back("during")
+        world.now = 1.0
+        held["after"] = exports.holds_back("during")
+        exports.begin("later", 6, 0)
+        held["later"] = exports.holds_back("later")
+        world.now = 5.0
+        raise NotLoaded("unreachable")
+
+    world.while_asked = hanging
+    exports.begin("first", 6, 0)
+    world.later.run(1)
+    assert held == {"before it is known": True, "after": False, "later": False}
     assert world.counted() == {"export service_hangs": 1}
+    exports.begin("asked again", 6, 0)
+    assert not exports.holds_back("asked again")
+    world.while_asked = lambda: None
+    world.later.run()
+    assert exports.finish("asked again", [1, 2], [4], whole=True) is not None
+    exports.begin("well again", 6, 0)
+    assert exports.holds_back("well again")
 
 
 def test_an_aborted_request_gives_its_lease_back(world: World) -> None:
@@ -378,7 +421,7 @@ def request(params: object, **changes: Any) -> Any:
 
 
 def side(world: World) -> SchedulerSide:
-    return SchedulerSide(world.exports(), world.loads(), world.later, answer_tokens=1024)
+    return SchedulerSide(world.exports(), world.loads(), answer_tokens=1024)
 
 
 HOSTILE = [
