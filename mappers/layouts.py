@@ -43,7 +43,7 @@ class Layout(StrEnum):
     LMCACHE = "lmcache"
 
 
-_PAGED = (Layout.VLLM_HN2D, Layout.VLLM_2BNHD)
+PAGED = (Layout.VLLM_HN2D, Layout.VLLM_2BNHD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def tensor_names(layout: Layout, layer: int) -> tuple[str, ...]:
     """Names of the tensors that hold one layer: keys then values, or the one that holds both."""
     if layout is Layout.LMCACHE:
         return ("kv",)
-    if layout in _PAGED:
+    if layout in PAGED:
         return (f"layers.{layer}.kv",)
     return (f"layers.{layer}.k", f"layers.{layer}.v")
 
@@ -128,7 +128,7 @@ def read_layer(
     and geometry give, or a dtype that no cache has.
     """
     parts = _checked(layout, tensors, layer, geometry)
-    if layout in _PAGED:
+    if layout in PAGED:
         keys, values = (
             blocks.flatten(0, 1)[: geometry.tokens]
             for blocks in _token_blocks(layout, parts[0], geometry)
@@ -154,7 +154,7 @@ def write_layer(
     parts = _checked(layout, tensors, layer, geometry)
     for states in (keys, values):
         _expect(states, (geometry.tokens, geometry.kv_heads, geometry.head_dim), "keys and values")
-    if layout in _PAGED:
+    if layout in PAGED:
         targets = _token_blocks(layout, parts[0], geometry)
         for target, states in zip(targets, (keys, values), strict=True):
             _fill_blocks(target, states)

@@ -1,7 +1,7 @@
 """A cache in one lease, its translation into another: nothing of either goes through HTTP.
 
-The source is read where its client wrote it, layer by layer, and the target is written where its
-client will read it. A client that writes into a source meanwhile spoils its own answer and no
+The source is read where its client wrote it, layer by layer, and the target is computed where its
+client will read it. A client that writes into either meanwhile spoils its own answer and no
 other: sizes and offsets are ours, the numbers of a cache are only ever computed with.
 """
 

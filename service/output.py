@@ -1,13 +1,13 @@
-"""An answer where it leaves from: each layer is written there, and looked at there."""
+"""An answer where it leaves from: each layer is computed or written there, and looked at there."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from mappers.cache import DTYPES
+from mappers.cache import DTYPES, Layer
 from mappers.errors import NonFinite
-from mappers.layouts import Layout, read_layer, tensor_names, write_layer
+from mappers.layouts import PAGED, Layout, read_layer, tensor_names, write_layer
 from mappers.quantize import INT8_LARGEST, in_turn, quantize
 from service.side import Side
 
@@ -21,6 +21,7 @@ class Output:
 
     def __init__(self, side: Side, memory: Tensor) -> None:
         self._side, forms = side, side.forms
+        self._device, self._storage = memory.device.type, memory.untyped_storage().data_ptr()
         pieces = torch.split(memory, [form.nbytes for form in forms.values()])
         self._bytes = dict(zip(forms, pieces, strict=True))
         # Scales stay bytes, which need not be aligned.
@@ -31,19 +32,38 @@ class Output:
             for (name, form), piece in zip(forms.items(), pieces, strict=True)
         }
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put a layer, each ``[T, H, D]`` of any float dtype, in its place; layers come in order.
+    def in_place(self, device: torch.device) -> list[Layer] | None:
+        """Every layer's keys and values ``[T, H, D]`` where they leave from, for who can compute
+        them there. None where their form or their device is another one than the translation's."""
+        side = self._side
+        if side.storage.eight_bits or side.layout in PAGED or self._device != device.type:
+            return None
+        layers = range(side.geometry.layers)
+        return [read_layer(side.layout, self._parts, layer, side.geometry) for layer in layers]
+
+    def begin(self, layer: int) -> None:
+        """Poison a layer's memory, before it is written; until then it takes none. Layers come in
+        order."""
+        shared = self._side.layout is Layout.LMCACHE and layer > 0
+        numbers = () if shared else tensor_names(self._side.layout, layer)
+        for name in (*numbers, *self._side.scale_names(layer)):
+            int8 = self._parts[name].dtype == torch.int8
+            self._bytes[name].fill_(INT8_POISON if int8 else POISON)
+
+    def end(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Have a layer in its place: keys and values ``[T, H, D]`` of any float dtype, which are
+        copied unless they lie there.
 
         Raises NonFinite when it holds what it must not, or is not complete.
         """
         side, parts = self._side, self._parts
-        self._poison(layer)
         if side.storage.eight_bits:
             stored = [quantize(states, side.storage) for states in (keys, values)]
             keys, values = (one.numbers for one in stored)
             for name, scale in zip(side.scale_names(layer), in_turn(stored), strict=True):
                 parts[name].copy_(scale.view(-1).view(torch.uint8))
-        write_layer(side.layout, parts, layer, keys, values, side.geometry)
+        if not self._holds(keys):
+            write_layer(side.layout, parts, layer, keys, values, side.geometry)
         scales = [parts[name].clone().view(torch.float32) for name in side.scale_names(layer)]
         written = read_layer(side.layout, parts, layer, side.geometry)
         if not all(map(_sound, (*written, *scales))):
@@ -56,13 +76,9 @@ class Output:
             return 0  # one tensor, values after all keys
         return side.nbytes * layers // side.geometry.layers
 
-    def _poison(self, layer: int) -> None:
-        """A layer's memory, just before it is written: until then it takes none."""
-        shared = self._side.layout is Layout.LMCACHE and layer > 0
-        numbers = () if shared else tensor_names(self._side.layout, layer)
-        for name in (*numbers, *self._side.scale_names(layer)):
-            int8 = self._parts[name].dtype == torch.int8
-            self._bytes[name].fill_(INT8_POISON if int8 else POISON)
+    def _holds(self, keys: Tensor) -> bool:
+        """Whether they are in our memory: only what ``in_place`` gave out is."""
+        return keys.untyped_storage().data_ptr() == self._storage
 
 
 def _sound(tensor: Tensor) -> bool:

@@ -160,23 +160,26 @@ class Translation:
                 emission.advance(output.final_bytes(self.ready_layers))
 
     def _begin(self) -> Output:
-        self._layers = self._loaded.translator.steps(
+        output = self._output = Output(self.target, self._answer)
+        translator = self._loaded.translator
+        self._layers = translator.steps(
             self._source.layers(),
             self._source.positions,
             prefix=self._prefix,
             tokens=self.target.geometry.tokens,
             dtype=self._emitted_dtype(),
+            answer=output.in_place(translator.device),
         )
         self.space.begun = True
-        self._output = Output(self.target, self._answer)
-        return self._output
+        return output
 
     def _next_layer(self, output: Output) -> Steps:
         """Translate it, and let go of the source layers that were read for the last time."""
         yield from self._pause()
+        output.begin(self.ready_layers)
         for layer in self._layers:
             if layer is not None:
-                output.write(self.ready_layers, *layer)
+                output.end(self.ready_layers, *layer)
                 for read in self._order.expiring[self.ready_layers]:
                     for begin, end in self._source.spans[read]:
                         self.space.let_go(begin, end)

@@ -1,5 +1,6 @@
 """Translations from one buffer into another: the body's bits, and nothing that a body can't do."""
 
+import itertools
 import json
 import struct
 import time
@@ -13,10 +14,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from mappers.cache import DTYPES
-from mappers.layouts import Layout, write_layer
+from mappers.layouts import Layout
 from mappers.mapper import Mapper
 from mappers.quantize import Storage
 from mappers.stored import store
+from mappers.translate import Translator
 from service import output, pipeline
 from service.app import create_app
 from service.settings import Settings
@@ -223,11 +225,11 @@ class TestRefusals:
         leases: tuple[Leased, Leased],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def late_and_not_at_all(layout: Any, parts: Any, layer: int, *rest: Any) -> None:
-            if layer < 2:
-                write_layer(layout, parts, layer, *rest)
-            else:
-                seen.append(wait_for_two())
+        def late_and_not_at_all(self: Translator, *args: Any, **names: Any) -> Iterator[Any]:
+            whole = (layer for layer in original(self, *args, **names) if layer is not None)
+            yield from itertools.islice(whole, 2)
+            seen.append(wait_for_two())
+            yield names["answer"][2]
 
         def wait_for_two() -> int:
             deadline = time.monotonic() + 10
@@ -236,7 +238,8 @@ class TestRefusals:
             return leases[1].memory.ready_layers
 
         seen: list[int] = []
-        monkeypatch.setattr(output, "write_layer", late_and_not_at_all)
+        original = Translator.steps
+        monkeypatch.setattr(Translator, "steps", late_and_not_at_all)
         answer = sharer.translate(good(40), *leases)
         assert_problem(answer, 500, "internal_invariant")
         assert seen == [2]
