@@ -27,6 +27,13 @@ class Cancelled(Exception):
     """The request behind a piece of work is gone."""
 
 
+def _promised() -> Future[None]:
+    """The end of a turn. Nobody who waits for it can cancel it, so it always comes."""
+    ended = Future[None]()
+    ended.set_running_or_notify_cancel()
+    return ended
+
+
 @dataclass(eq=False, slots=True)
 class Turn:
     """One request's claim on the device; ``spent_seconds`` are those that its steps have taken."""
@@ -38,7 +45,7 @@ class Turn:
     ready: Ready | None = None
     begun: bool = False
     withdrawn: bool = False
-    ended: Future[None] = field(default_factory=Future)
+    ended: Future[None] = field(default_factory=_promised)
 
     @property
     def left_seconds(self) -> float:
@@ -95,9 +102,10 @@ class Turns:
         """Have this work done in its turn; ``turn.ended`` is its end, or its error."""
         with self._changed:
             turn.steps = steps
-            if not self._open:
-                self._remove(turn)
+            over = not self._open and self._take_off(turn)
             self._changed.notify_all()
+        if over:
+            _finish(turn)
 
     def nudge(self) -> None:
         """What some work waits for may have happened."""
@@ -107,7 +115,9 @@ class Turns:
     def withdraw(self, turn: Turn) -> None:
         """End it: at once, or if a step of it is being made, after that."""
         with self._changed:
-            self._withdraw(turn)
+            over = self._withdraw(turn)
+        if over:
+            _finish(turn)
 
     def step(self) -> bool:
         """Let the first that can go on do so, up to where it stops next; False: none can."""
@@ -120,8 +130,9 @@ class Turns:
         with self._changed:
             self._running = None
             turn.spent_seconds += self._clock() - began
-            if end is not None or turn.withdrawn:
-                self._remove(turn, end)
+            over = (end is not None or turn.withdrawn) and self._take_off(turn)
+        if over:
+            _finish(turn, end)
         return True
 
     def serve(self) -> None:
@@ -137,9 +148,10 @@ class Turns:
         """Begin no further step; what is left ends with ``Cancelled``."""
         with self._changed:
             self._open = False
-            for turn in list(self._turns):
-                self._withdraw(turn)
+            over = [turn for turn in list(self._turns) if self._withdraw(turn)]
             self._changed.notify_all()
+        for turn in over:
+            _finish(turn)
 
     def _due(self, expected_seconds: float) -> float:
         return self._clock() + PATIENCE * expected_seconds
@@ -147,25 +159,38 @@ class Turns:
     def _first(self) -> Turn | None:
         return next((turn for turn in self._turns if turn.can_go_on), None)
 
-    def _withdraw(self, turn: Turn) -> None:
+    def _withdraw(self, turn: Turn) -> bool:
+        """Whether the caller has to finish it; if not, that is done after the step that runs."""
         turn.withdrawn = True
-        if turn is not self._running:
-            self._remove(turn)
+        return turn is not self._running and self._take_off(turn)
 
-    def _remove(self, turn: Turn, end: BaseException | None = None) -> None:
-        """Take it off the list, and tell whoever waits for its end; None: it is cut short, or has
-        never begun, which is no success either."""
+    def _take_off(self, turn: Turn) -> bool:
+        """Off the list; False: it was not there. Whoever takes it off finishes it, once, and when
+        the lock is free: what it holds may be gigabytes, and may call us as it goes."""
         if turn not in self._turns:
-            return
+            return False
         self._turns.remove(turn)
-        try:
-            if end is None and turn.steps is not None:
-                turn.steps.close()
-        finally:
-            if isinstance(end, StopIteration):
-                turn.ended.set_result(None)
-            else:
-                turn.ended.set_exception(end or Cancelled())
+        return True
+
+
+def _finish(turn: Turn, end: BaseException | None = None) -> None:
+    """Let go of what it holds, then tell whoever waits for its end; None: it is cut short, or has
+    never begun, which is no success either."""
+    if end is None and turn.steps is not None:
+        end = _closed(turn.steps)
+    if isinstance(end, StopIteration):
+        turn.ended.set_result(None)
+    else:
+        turn.ended.set_exception(end or Cancelled())
+
+
+def _closed(steps: Steps) -> BaseException | None:
+    """Cut the work short: the error that its cleaning up has ended with, if it has."""
+    try:
+        steps.close()
+    except BaseException as end:  # whoever waits for the work learns of it
+        return end
+    return None
 
 
 def _advance(steps: Steps) -> tuple[BaseException | None, Ready | None]:

@@ -303,3 +303,81 @@ def test_work_that_never_began_is_no_success(end: str) -> None:
     turns.withdraw(turn) if end == "withdraw" else turns.close()
     with pytest.raises(Cancelled):
         turn.ended.result(timeout=0)
+
+
+class TestCleaningUp:
+    """What work lets go of when it is cut short may take long, call back, or fail."""
+
+    @staticmethod
+    def begun(turns: Turns, steps: Steps) -> Turn:
+        turn = turns.promise(1.0)
+        turns.begin(turn, steps)
+        assert turns.step()
+        return turn
+
+    @pytest.mark.parametrize("end", ["withdraw", "close", "in its step"])
+    def test_nobody_else_waits_for_it(self, end: str) -> None:
+        turns, asked = Turns(lambda: 0.0), list[bool]()
+
+        def holding() -> Steps:
+            try:
+                while True:
+                    yield None
+                    turns.withdraw(turn)
+            finally:
+                other = threading.Thread(target=turns.nudge)
+                other.start()
+                other.join(20)
+                asked.append(other.is_alive())
+
+        turn = self.begun(turns, holding())
+        {"withdraw": lambda: turns.withdraw(turn), "close": turns.close}.get(end, turns.step)()
+        assert asked == [False]
+        assert isinstance(turn.ended.exception(timeout=0), Cancelled)
+
+    def test_it_is_done_once_and_before_its_end_is_told(self) -> None:
+        turns, told = Turns(lambda: 0.0), list[str]()
+
+        def holding() -> Steps:
+            try:
+                yield None
+            finally:
+                turns.withdraw(turn)
+                told.append("free")
+
+        turn = self.begun(turns, holding())
+        turn.ended.add_done_callback(lambda _: told.append("ended"))
+        turns.withdraw(turn)
+        turns.close()
+        assert told == ["free", "ended"]
+
+    @pytest.mark.parametrize("end", ["withdraw", "close", "in its step"])
+    def test_its_error_is_told_to_whoever_waits_and_stops_nobody(self, end: str) -> None:
+        turns = Turns(lambda: 0.0)
+
+        def failing() -> Steps:
+            try:
+                while True:
+                    yield None
+                    turns.withdraw(turn)
+            finally:
+                raise ValueError("why")
+
+        turn = self.begun(turns, failing())
+        later = turns.promise(2.0)
+        {"withdraw": lambda: turns.withdraw(turn), "close": turns.close}.get(end, turns.step)()
+        assert isinstance(turn.ended.exception(timeout=0), ValueError)
+        turns.withdraw(later)
+        assert isinstance(later.ended.exception(timeout=0), Cancelled)
+
+    def test_who_waits_cannot_cancel_the_end_itself(self) -> None:
+        turns = Turns(lambda: 0.0)
+
+        def whole() -> Steps:
+            yield from ()
+
+        turn = turns.promise(1.0)
+        turns.begin(turn, whole())
+        assert not turn.ended.cancel()
+        assert turns.step()
+        assert turn.ended.result(timeout=0) is None
