@@ -10,6 +10,7 @@ from service.client import Client
 from service.schemas import Plan, TranslateRequest
 from service.vllm.params import Answered, Handle, salt
 from tests.vllm.stack import Process, Stack
+from tests.vllm.waiting import until
 
 DOMAIN = "in_domain"
 TOP = 20
@@ -56,10 +57,15 @@ def complete(engine: Process, prompt: list[int], *, tokens: int = 8, **more: Any
 
 def export(engine: Process, prompt: list[int], *, tokens: int = 1, **more: Any) -> Handle:
     """Have a prompt read, and its KV put into a lease."""
-    asked = {"kv_transfer_params": {"kvt": {"export": True}}}
-    handle = complete(engine, prompt, tokens=tokens, **(asked | more)).said.handle
+    handle = exported(engine, prompt, tokens=tokens, **more)
     assert handle is not None
     return handle
+
+
+def exported(engine: Process, prompt: list[int], *, tokens: int = 1, **more: Any) -> Handle | None:
+    """The same where there may be no lease."""
+    asked = {"kv_transfer_params": {"kvt": {"export": True}}}
+    return complete(engine, prompt, tokens=tokens, **(asked | more)).said.handle
 
 
 def load(engine: Process, prompt: list[int], handle: Handle, mapper: str, **more: Any) -> Answer:
@@ -99,9 +105,7 @@ def plan(stack: Stack, handle: Handle, target: str) -> Plan:
 
 def counted(engine: Process, name: str, value: float) -> float:
     """A counter, once it has this value or more; engines report a moment after they answer."""
-    deadline = time.monotonic() + 10
-    while engine.metric(name) < value and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: engine.metric(name) >= value, f"{name} is {value}")
     return engine.metric(name)
 
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,15 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.vllm.waiting import PATIENCE_SECONDS, until
+
 ROOT = Path(__file__).parents[2]
 FAMILY = ROOT / "mappers" / "demo"
-START_SECONDS = 600  # nearly all of it is imports, on a machine that may be busy
 BLOCK_TOKENS = 32
 MAX_TOKENS = 1280
+WAITING = {"deadline_seconds": 240.0, "lease_seconds": 20.0}
+"""Of the connectors. A test in which the service hangs waits for a lease as long as this says."""
+LOG_LINES = 60
 THRIFT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -40,7 +43,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], port: int, ready: str, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=300)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_SECONDS)
         self._command, self._ready, self._log = list(command), ready, log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -58,21 +61,21 @@ class Process:
 
     def wait_ready(self) -> None:
         """Until it answers. Raises RuntimeError, with the end of its log, when it does not."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            running = self._process is not None and self._process.poll() is None
-            if not running or time.monotonic() > deadline:
-                raise RuntimeError(f"{self._command}: {self.log()[-4000:]}")
-            time.sleep(0.2)
+        try:
+            until(lambda: self._answers() or not self._runs(), "it answers")
+        except TimeoutError as error:
+            raise RuntimeError(self._how_it_started()) from error
+        if not self._runs():
+            raise RuntimeError(self._how_it_started())
 
     def signal(self, number: int) -> None:
         """To all of its processes, if it runs."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._runs():
             os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
         """End it, if it still runs."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self._runs():
             return
         self.signal(signal.SIGTERM)
         try:
@@ -87,10 +90,6 @@ class Process:
         if self._process is not None:
             self._process.wait()
 
-    def log(self) -> str:
-        """What it has said."""
-        return self._log.read_text(errors="replace")
-
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all its labels that contain these."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -98,6 +97,13 @@ class Process:
         found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
         chosen = [line for line in found if all(label in line for label in wanted)]
         return sum(float(line.rpartition(" ")[2]) for line in chosen)
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _how_it_started(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([f"{self._log.stem} did not start: {self._command}", *lines])
 
     def _answers(self) -> bool:
         try:
@@ -141,7 +147,7 @@ def _engine(name: str, service: str, folder: Path) -> Process:
         ),
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": service, "model": name, "deadline_seconds": 60.0},
+        "kv_connector_extra_config": {"url": service, "model": name} | WAITING,
     }
     options: dict[str, Any] = {
         "model": FAMILY / name,

@@ -1,9 +1,8 @@
 """Everything but a translation is a prefill: the target's own text, and no request fails."""
 
 import signal
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +11,13 @@ import pytest
 from service.client import Client
 from service.vllm.params import salt
 from tests.vllm import native
-from tests.vllm.asking import Answer, complete, export, load
+from tests.vllm.asking import Answer, complete, export, exported, load
 from tests.vllm.stack import Process, Stack
+from tests.vllm.waiting import until
 
 PROMPT = 256
 MOST_FEEDBACK = 60
+WAITING_REQUESTS = "vllm:num_requests_waiting"
 Texts = list[list[int]]
 
 LIES = [
@@ -126,27 +127,20 @@ def test_a_translator_that_hangs(stack: Stack, texts: Texts, digest: str) -> Non
     with hanging(stack.translator):
         soon = {"deadline_seconds": 1.0}
         answer = load(stack.large, prompt, handle, digest, params=soon)
-        asked = {"kv_transfer_params": {"kvt": {"export": True}}}
-        source = complete(stack.small, prompt, tokens=1, **asked)
+        assert exported(stack.small, prompt) is None
     assert_native(answer, prompt, "deadline")
-    assert source.said.handle is None
+    # An engine holds nothing back for a service that hung, until a lease has come in time.
+    until(lambda: exported(stack.small, prompt) is not None, "there are handles again")
 
 
 def test_a_translator_that_is_killed_in_the_middle(stack: Stack, texts: Texts, digest: str) -> None:
     prompt = texts[25][:PROMPT]
     handle = export(stack.small, prompt)
-    answers: list[Answer] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(load(stack.large, prompt, handle, digest))
-    )
-    with hanging(stack.translator):
-        asking.start()
-        time.sleep(1.0)  # by now it waits for an answer
-        waited = not answers
+    with hanging(stack.translator), ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(load, stack.large, prompt, handle, digest)
+        until(lambda: stack.large.metric(WAITING_REQUESTS) == 1, "it waits for the translation")
         stack.translator.kill()
-    asking.join()
-    assert waited
-    assert_native(answers[0], prompt, "unreachable")
+        assert_native(answer.result(), prompt, "unreachable")
     restarted(stack.translator)
     # Its leases are gone with it; those that it gives now are good.
     assert_native(load(stack.large, prompt, handle, digest), prompt, "buffer_not_found")

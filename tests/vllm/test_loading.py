@@ -4,7 +4,6 @@ Times are printed and never asserted.
 """
 
 import statistics
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from service.vllm.seal import complete as is_sealed
 from tests.vllm import native
 from tests.vllm.asking import Answer, complete, counted, export, load
 from tests.vllm.stack import BLOCK_TOKENS, Stack
+from tests.vllm.waiting import PATIENCE_SECONDS, until
 
 PROMPT = 480
 CERTIFIED = [(256, 32), (480, 128)]
@@ -34,9 +34,9 @@ def test_an_export_is_what_the_model_computes(stack: Stack, texts: Texts) -> Non
     handle, ids = answer.said.handle, prompt + answer.ids[:-1]
     assert handle is not None
     assert handle.tokens == len(ids)
-    memory = Link(stack.translator.url, 30.0).find(handle.buffer, handle.nbytes).memory.data
-    while not is_sealed(memory, handle.seal_offset, handle.tokens, 1):
-        time.sleep(0.01)
+    link = Link(stack.translator.url, PATIENCE_SECONDS)
+    memory = link.find(handle.buffer, handle.nbytes).memory.data
+    until(lambda: is_sealed(memory, handle.seal_offset, handle.tokens, 1), "it is copied")
     assert common_tokens(memory, handle.seal_offset, handle.tokens, ids) == len(ids)
     expected = native.kv("small", ids)
     shape = (len(expected), 2, *expected[0][0].shape)

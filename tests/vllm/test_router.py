@@ -1,11 +1,11 @@
 """The router example between real servers: a conversation moves there and back."""
 
 import re
-import time
 from typing import Any
 
 from tests.vllm import native
 from tests.vllm.stack import Stack
+from tests.vllm.waiting import until
 
 Texts = list[list[int]]
 TURNS = re.compile(r'router_turns_total\{engine="(\w+)",outcome="(\w+)"\} 1\.0')
@@ -39,7 +39,10 @@ def test_a_conversation_moves_there_and_back(
     saved = stack.router.metric("router_loaded_tokens_total")
     figures.append(f"there and back by the router, {saved:.0f} prompt tokens were not prefilled")
     # Every answer of this translator is to be measured.
-    _wait_until_posted(stack, 2)
+    until(
+        lambda: stack.router.metric("router_feedback_total", outcome="posted") >= 2,
+        "feedback is posted",
+    )
 
 
 def test_it_goes_on_without_the_translator(stack: Stack, texts: Texts) -> None:
@@ -51,10 +54,3 @@ def test_it_goes_on_without_the_translator(stack: Stack, texts: Texts) -> None:
     assert answer == native.continued(ids, 16)
     stack.translator.start()
     stack.translator.wait_ready()
-
-
-def _wait_until_posted(stack: Stack, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while stack.router.metric("router_feedback_total", outcome="posted") < count:
-        assert time.monotonic() < deadline, "no feedback was posted"
-        time.sleep(0.1)

@@ -1,47 +1,19 @@
 """Engines in which the connector does not start, by vLLM's own configuration objects."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from service.vllm.errors import EngineRefused
-from tests.vllm.stack import FAMILY
 
 pytest.importorskip("vllm", reason="only make test-vllm installs vLLM")
 
-import torch
 from vllm.config import KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 
-from service.vllm_connector import KVTranslationConnector
-
-OURS = {"url": "http://127.0.0.1:1", "model": "large"}
-GROUP = SimpleNamespace(
-    kv_cache_spec=SimpleNamespace(head_size=32, block_size=32, dtype=torch.float32)
-)
+from tests.vllm.starting import OURS, engine_config, started
 
 
 @pytest.fixture(scope="module")
 def config() -> VllmConfig:
-    arguments = EngineArgs(
-        model=str(FAMILY / "large"), dtype="float32", enforce_eager=True, max_model_len=1280
-    )
-    return arguments.create_engine_config()
-
-
-def started(config: VllmConfig, groups: int = 1, **changes: Any) -> KVTranslationConnector:
-    given = {
-        "kv_connector": "KVTranslationConnector",
-        "kv_connector_module_path": "service.vllm_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": OURS,
-    }
-    config.kv_transfer_config = KVTransferConfig(**(given | changes))
-    caches = SimpleNamespace(kv_cache_groups=[GROUP] * groups, num_blocks=8)
-    return KVTranslationConnector(config, KVConnectorRole.SCHEDULER, caches)
+    return engine_config()
 
 
 def test_the_configuration_that_the_readme_names(config: VllmConfig) -> None:
