@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class Form(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Side:
     """What a request declares of one cache; the names of a probe's tensors begin with ``probe``."""
 
@@ -64,7 +65,7 @@ class Side:
         """The same cache with so many rows."""
         return replace(self, geometry=replace(self.geometry, tokens=tokens))
 
-    @property
+    @cached_property
     def forms(self) -> dict[str, Form]:
         """All tensors by name in layer order, a layer's scales and zero points after it."""
         numbers = Form(self.storage.dtype, tensor_shape(self.layout, self.geometry))
@@ -88,7 +89,7 @@ class Side:
         """Name, dtype and shape of each, in the order in which they lie."""
         return [(name, *form) for name, form in self.forms.items()]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(form.nbytes for form in self.forms.values())

@@ -157,7 +157,8 @@ class Translation:
         with self._timed("translate"):
             while self.ready_layers < layers:
                 yield from self._next_layer(output)
-                emission.advance(output.final_bytes(self.ready_layers))
+                last = self.ready_layers == layers
+                emission.advance(output.final_bytes(self.ready_layers), last=last)
 
     def _begin(self) -> Output:
         output = self._output = Output(self.target, self._answer)

@@ -22,25 +22,37 @@ from service.turns import Cancelled, Steps, Turn, Turns
 
 Result = TypeVar("Result")
 
+NEWS_SECONDS = 0.002
+
 
 class Emission:
     """Bytes that the worker produces front to back and the event loop sends.
 
     ``ready_bytes`` counts from the front of the answer. Written by the worker through ``advance``,
-    read by one coroutine, which waits in ``news``.
+    read by one coroutine, which waits in ``news``. It hears of no more than one advance in
+    ``NEWS_SECONDS``, and of the last: to be told of a layer of a short prompt costs both threads
+    more than to compute it.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._cancelled = threading.Event()
+        self._told_seconds = -math.inf
         self.ready_bytes = 0
 
-    def advance(self, ready_bytes: int) -> None:
-        """From the worker: so many bytes are final. Raises ``Cancelled`` when nobody wants them."""
+    def advance(self, ready_bytes: int, *, last: bool = False) -> None:
+        """From the worker: so many bytes are final, the ``last`` for now.
+
+        Raises ``Cancelled`` when nobody wants them.
+        """
         if self._cancelled.is_set():
             raise Cancelled
-        self._loop.call_soon_threadsafe(self._publish, ready_bytes)
+        now_seconds = time.monotonic()
+        due = last or now_seconds - self._told_seconds >= NEWS_SECONDS
+        if ready_bytes and due:
+            self._told_seconds = now_seconds
+            self._loop.call_soon_threadsafe(self._publish, ready_bytes)
 
     def cancel(self) -> None:
         """From the event loop: the worker stops at its next ``advance``."""
@@ -50,8 +62,10 @@ class Emission:
         """Wait until ``ready_bytes`` has grown, or one of the others is done."""
         news = asyncio.ensure_future(self._news.wait())
         pending: set[asyncio.Future[Any]] = {other for other in others if not other.done()}
-        await asyncio.wait(pending | {news}, return_when=asyncio.FIRST_COMPLETED)
-        news.cancel()
+        try:
+            await asyncio.wait(pending | {news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
         self._news.clear()
 
     def _publish(self, ready_bytes: int) -> None:
@@ -129,10 +143,13 @@ class Worker:
             yield future
         finally:
             emission.cancel()
-            self.turns.withdraw(turn)
-            await _ended(future)
-            # Looked at here, whether or not the block did, so that no fault goes unnoticed twice.
-            future.cancelled() or future.exception()
+            self._withdraw(turn)
+            try:
+                await ended(future)
+            finally:
+                # Looked at here, whether or not the block did, so that no fault goes unnoticed
+                # twice.
+                future.exception()
 
     def on_device(self, work: Callable[[], Result]) -> Result:
         """Run something on the device thread and wait for it; never from the event loop."""
@@ -159,6 +176,13 @@ class Worker:
                 self._thread.start()
         self.turns.begin(turn, steps)
 
+    def _withdraw(self, turn: Turn) -> None:
+        """Of work that has begun on a thread: it lets go of memory, and much of that takes time."""
+        if turn.begun and not turn.ended.done():
+            asyncio.get_running_loop().run_in_executor(None, self.turns.withdraw, turn)
+        else:
+            self.turns.withdraw(turn)
+
     def _serve(self) -> None:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
@@ -184,8 +208,8 @@ class Worker:
         self._metrics.in_flight_bytes.set(self.in_flight_bytes)
 
 
-async def _ended(future: asyncio.Future[None]) -> None:
-    """Wait for it, however often we are told not to: the device still writes what is freed next."""
+async def ended(future: asyncio.Future[None]) -> None:
+    """Wait for it, however often we are told not to: it still writes what is freed next."""
     interrupted: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -5,8 +5,9 @@
 One JSON line a row on stdout, progress on stderr. ``path``: ``direct`` is the bare Translator in
 this process, ``echo`` a raw ASGI server that takes the source's bytes and sends as many as the
 target has, ``body`` and ``buffers`` are ``Client.translate`` against ``kvt serve``. ``over_direct``
-and ``over_echo`` are seconds over theirs, ``moving_over_echo`` what is left of the seconds without
-``direct``'s, over ``echo``'s. ``peak_bytes_over_payload`` is what the first translation made the
+and ``over_echo`` are seconds over theirs, ``beyond_direct_seconds`` what is left of the seconds
+without ``direct``'s (of a few tokens: the fixed cost of a request), ``moving_over_echo`` the same
+over ``echo``'s. ``peak_bytes_over_payload`` is what the first translation made the
 server's own memory grow, with the leases where there are any, over the bytes of source and target.
 
 All take turns, round after round, and the medians count, so that what else the machine does meets
@@ -100,6 +101,7 @@ def _rows(
             "path": path,
             "tokens": tokens,
             "seconds": round(spent, 5),
+            "beyond_direct_seconds": round(spent - seconds["direct"], 5),
             "over_direct": round(spent / seconds["direct"], 3),
             "over_echo": round(spent / seconds["echo"], 3),
             "moving_over_echo": round(moving, 3) if path in ("body", "buffers") else None,

@@ -282,6 +282,20 @@ class TestWorker:
         one.stop()
 
 
+def test_the_first_and_the_last_bytes_are_news_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.worker.NEWS_SECONDS", math.inf)
+
+    async def run() -> list[int]:
+        emission, seen = Emission(), []
+        for ready, last in ((0, False), (10, False), (20, False), (30, True)):
+            emission.advance(ready, last=last)
+            await asyncio.sleep(0)
+            seen.append(emission.ready_bytes)
+        return seen
+
+    assert asyncio.run(run()) == [0, 10, 10, 30]
+
+
 class TestDocuments:
     def test_round_trip(self) -> None:
         request = read_request(json.dumps(document(7)))
