@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mappers.content_memory import ContentMemory, Layer
 from mappers.errors import LayoutError
+from mappers.finish import strip
 from mappers.rope import RotaryTable
 
 
@@ -86,7 +87,7 @@ class SourceContent:
         for start in range(0, keys.shape[0], self._block_tokens):
             stop = min(start + self._block_tokens, keys.shape[0])
             block = keys[start:stop].to(stripped.device, non_blocking=True)
-            self._table.slice(start, stop).strip(block, out=stripped[start:stop])
+            strip(self._table.slice(start, stop), block, stripped[start:stop])
         return self._with_repeats(content)
 
     def _convert(self, layer: int, values: Tensor) -> Tensor:

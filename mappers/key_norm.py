@@ -14,7 +14,8 @@ from torch import Tensor
 
 EXACT = 1e-2
 """How far from 1 the mean square may be at any key, for keys that are float32 or bfloat16."""
-_TINY = 1e-12
+TINY = 1e-12
+"""Of a prediction that is all but zero nothing is known; it stays short."""
 
 
 def norm_weights(keys: Tensor) -> Tensor | None:
@@ -39,4 +40,4 @@ def norm_weights(keys: Tensor) -> Tensor | None:
 def restore(keys: Tensor, weights: Tensor) -> Tensor:
     """Content keys ``[n, H, D]``, float32, scaled back to where the norm leaves them, in place."""
     means = keys.square() @ (weights.square().reciprocal() / keys.shape[-1])
-    return keys.mul_(means.clamp_min(_TINY).rsqrt().unsqueeze(-1))
+    return keys.mul_(means.clamp_min(TINY).rsqrt().unsqueeze(-1))

@@ -1,6 +1,6 @@
 """The target layers of one request, in order: source content times the maps, chunk by chunk."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from mappers.blocks import block_tokens
 from mappers.content import SourceContent
 from mappers.content_memory import Layer, by_head
 from mappers.errors import NonFinite
-from mappers.finish import KeyFinish, written
+from mappers.finish import Finish, put
 from mappers.geometry import Geometry
 from mappers.recipes.contract import PreparedMap, Recipe
 from mappers.request import Request
@@ -66,42 +66,41 @@ class TargetLayers:
         for index, layer in enumerate(self._mapper.layers):
             answer = self._request.answer
             keys, values = answer[index] if answer else self._new_layer()
-            checksum = _splice(self._request, index, keys, values)
+            proof = _splice(self._request, index, keys, values)
             if self._request.known < self._request.tokens:
                 rows = self._request.mapped
-                checksum += yield from self._map_layer(layer, keys[rows], values[rows])
-            if not bool(checksum.isfinite()):
+                yield from self._map_layer(layer, keys[rows], values[rows], proof)
+            if not bool(proof.isfinite()):
                 raise NonFinite(f"target layer {index} would hold a NaN or an infinity")
             yield keys, values
 
     def _map_layer(
-        self, layer: PreparedLayer, keys: Tensor, values: Tensor
-    ) -> Generator[None, None, Tensor]:
-        """Fill keys and values of the mapped tokens; return the sum of what was written."""
+        self, layer: PreparedLayer, keys: Tensor, values: Tensor, proof: Tensor
+    ) -> Iterator[None]:
+        """Fill keys and values of the mapped tokens."""
         source_keys, source_values = self._content.read_all(layer.sources)
         if self._mapper.joint:
             source_keys = source_values = (*source_keys, *source_values)
-        finish = KeyFinish(self._request.target_table, layer.key_norm)
-        checksum = yield from self._map(layer.keys, source_keys, keys, finish)
-        checksum += yield from self._map(layer.values, source_values, values, None)
+        finish = Finish(norm=layer.key_norm, table=self._request.target_table)
+        yield from self._map(layer.keys, source_keys, keys, finish, proof)
+        yield from self._map(layer.values, source_values, values, Finish(), proof)
         del source_keys, source_values
         for source in layer.expiring:
             self._content.drop(source)
-        return checksum
 
     def _map(
         self,
         prepared: PreparedMap,
         contents: Sequence[Tensor],
         out: Tensor,
-        finish: KeyFinish | None,
-    ) -> Generator[None, None, Tensor]:
-        """Fill ``out [T, H_t, D_t]``, keys with ``finish``, giving None between chunks; return the
-        sum of what was written."""
-        checksum = torch.zeros((), device=self._mapper.device)
+        finish: Finish,
+        proof: Tensor,
+    ) -> Iterator[None]:
+        """Fill ``out [T, H_t, D_t]``, giving None between chunks."""
         apart = prepared.weight.shape[0] == self._mapper.geometry.target_heads > 1
         # Sums are float32 anyway: values of the same form get them in their own memory.
-        direct = finish is None and out.dtype == torch.float32 and not apart and out.is_contiguous()
+        rotated = finish.table is not None
+        direct = not rotated and out.dtype == torch.float32 and not apart and out.is_contiguous()
         for start in range(0, out.shape[0], self._chunk_tokens):
             if start:
                 yield
@@ -109,12 +108,12 @@ class TargetLayers:
             mapped = out[chunk] if direct else self._workspace[: chunk.stop - start]
             mapped = by_head(mapped) if apart else mapped
             read = slice(chunk.start, chunk.stop + self._mapper.lags)
-            self._mapper.recipe.apply(prepared, [content[read] for content in contents], mapped)
+            read_rows = [content[read] for content in contents]
+            bias = self._mapper.recipe.apply(prepared, read_rows, mapped)
             for first in range(start, chunk.stop, self._block_tokens):
                 rows = slice(first, min(first + self._block_tokens, chunk.stop))
                 part = mapped[first - start : rows.stop - start]
-                checksum += written(part, out[rows], finish, rows)
-        return checksum
+                put(part, out[rows], finish.of_rows(rows)._replace(bias=bias), proof)
 
     def _new_layer(self) -> Layer:
         dtype, device = self._request.dtype, self._mapper.device
@@ -123,11 +122,12 @@ class TargetLayers:
 
 
 def _splice(request: Request, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-    """Copy the known tokens of a target layer into place; return the sum of what was written."""
-    checksum = torch.zeros((), device=keys.device)
+    """Copy the known tokens of a target layer into place; return the sum of what was written, the
+    beginning of the proof that all of the layer is finite."""
+    proof = torch.zeros((), device=keys.device)
     if request.prefix is None:
-        return checksum
+        return proof
     for out, exact in ((keys, request.prefix.keys[layer]), (values, request.prefix.values[layer])):
-        written_rows = out[: request.known].copy_(exact[: request.known])
-        checksum += written_rows.sum(dtype=torch.float32)
-    return checksum
+        written = out[: request.known].copy_(exact[: request.known])
+        proof += written.sum(dtype=torch.float32)
+    return proof

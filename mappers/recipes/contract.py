@@ -84,9 +84,14 @@ class Recipe(Protocol):
         """Convert a map of a layer for ``apply`` on this device, with contents in the order of
         ``sources``: the layers that it reads."""
 
-    def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
+    def apply(
+        self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor
+    ) -> Tensor | None:
         """Map tokens: ``contents``, per source layer ``[T, H_s, D_s]`` in the compute dtype, of the
         kind that is mapped, or with ``joint`` moments all keys and then all values; in front of
         these as many rows more as the mapper reads tokens back. Source layers that lie side by side
         may come as one, ``[T, G, inputs]``. Every element of ``out``, float32 ``[T, H_t, D_t]``, is
-        overwritten; it lies head by head where G is H_t (``content_memory.by_head``)."""
+        overwritten; it lies head by head where G is H_t (``content_memory.by_head``).
+
+        Returns the bias, float32 ``[H_t * D_t]``, where it is left to who goes over ``out`` next
+        anyway; None where ``out`` has it."""

@@ -68,13 +68,16 @@ class RidgeRecipe:
         bias = affine.bias.to(device, torch.float32).reshape(groups, 1, -1)
         return PreparedMap(weight=weight.contiguous(), bias=bias)
 
-    def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
+    def apply(
+        self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor
+    ) -> Tensor | None:
         groups = prepared.weight.shape[0]
         rows = [by_group(content, groups) for content in contents]
         if rows[0].dtype == out.dtype:
             _multiply(prepared, rows, by_group(out, groups))
-        else:
-            _multiply_mixed(prepared, rows, by_group(out, groups))
+            return None
+        gathered = rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)
+        return multiply_mixed(prepared, gathered, by_group(out, groups))
 
 
 def _in_order(weight: Tensor, sources: tuple[int, ...]) -> Tensor:
@@ -106,8 +109,8 @@ def _multiply(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> Non
         total = out
 
 
-def _multiply_mixed(prepared: PreparedMap, rows: Sequence[Tensor], out: Tensor) -> None:
-    """16-bit inputs, float32 sums (CUDA only): one product, since adding up would round k times."""
-    gathered = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=2)
-    product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
-    torch.add(product, prepared.bias, out=out)
+def multiply_mixed(prepared: PreparedMap, gathered: Tensor, out: Tensor) -> Tensor:
+    """16-bit inputs ``[G, T, inputs]``, float32 sums (CUDA only): one product, since adding up
+    would round k times. Returns the bias, which ``out`` has yet to get."""
+    torch.bmm(gathered, prepared.weight, out_dtype=torch.float32, out=out)
+    return prepared.bias.flatten()

@@ -28,7 +28,7 @@ from mappers.mapper import (
     layers_of,
 )
 from mappers.recipes.contract import PreparedMap, Read
-from mappers.recipes.ridge import by_group
+from mappers.recipes.ridge import by_group, multiply_mixed
 from mappers.recipes.systems import LayerSums, solved
 
 
@@ -89,12 +89,14 @@ class TopHeads:
         )
         return PreparedMap(weight, bias, reads)
 
-    def apply(self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
+    def apply(
+        self, prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor
+    ) -> Tensor | None:
         own_choices = len(prepared.reads) > 1
         if own_choices and out.dtype == contents[0].dtype and out.device.type == "cpu":
             _multiply(prepared, contents, out)
-        else:
-            multiply_gathered(prepared, contents, out)
+            return None
+        return multiply_gathered(prepared, contents, out)
 
 
 TOP_HEADS = TopHeads()
@@ -126,14 +128,16 @@ def _multiply(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) ->
             total = groups[group]
 
 
-def multiply_gathered(prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor) -> None:
-    """One product for all groups, with float32 sums: on CUDA, and of inputs that all heads read."""
+def multiply_gathered(
+    prepared: PreparedMap, contents: Sequence[Tensor], out: Tensor
+) -> Tensor | None:
+    """One product for all groups, with float32 sums: on CUDA, and of inputs that all heads read.
+    Returns the bias where ``out`` has yet to get it."""
     rows = [_rows(read, contents, len(out)) for reads in prepared.reads for read in reads]
     picked, groups = torch.stack(rows, dim=1), len(prepared.reads)
     gathered = picked.view(len(out), groups, -1).transpose(0, 1)
     outputs = by_group(out, groups)
-    if gathered.dtype == out.dtype:
-        torch.baddbmm(prepared.bias, gathered, prepared.weight, out=outputs)
-    else:
-        product = torch.bmm(gathered, prepared.weight, out_dtype=torch.float32)
-        torch.add(product, prepared.bias, out=outputs)
+    if gathered.dtype != out.dtype:
+        return multiply_mixed(prepared, gathered, outputs)
+    torch.baddbmm(prepared.bias, gathered, prepared.weight, out=outputs)
+    return None
