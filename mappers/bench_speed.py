@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mappers.bench_pairs import Pair, random_cache
+from mappers.bench_profile import shares
 from mappers.bench_rounds import Step, take_turns
 from mappers.cache import KVCache
 from mappers.content_memory import Layer
@@ -23,7 +24,10 @@ from mappers.translate import Translator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Tokens a second of one length, medians of one run; None: not measured."""
+    """Tokens a second of one length, medians of one run; None: not measured.
+
+    ``translate_shares`` says where a translation's time goes (``bench_profile.shares``).
+    """
 
     tokens: int
     translate_tokens_per_second: float
@@ -33,15 +37,18 @@ class Speed:
     translate_over_gemm: float
     translate_over_prefill: float | None
     translate_over_copy: float
+    translate_shares: dict[str, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Where and how a speed is measured; ``dtype`` of both caches."""
+    """Where and how a speed is measured; ``dtype`` of both caches; ``shares``: say where the time
+    goes."""
 
     device: str
     dtype: torch.dtype
     rounds: int
+    shares: bool = False
     progress: Callable[[str], None] = lambda text: None
 
 
@@ -80,6 +87,9 @@ def measure(
         translate_over_gemm=round(gemm / spent, 3),
         translate_over_prefill=round(seconds["prefill"] / spent, 2) if prefill else None,
         translate_over_copy=round(seconds["copy"] / spent, 3),
+        translate_shares=(
+            shares(steps["translate"], conditions.device) if conditions.shares else None
+        ),
     )
 
 

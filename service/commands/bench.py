@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 TOKENS = [1024, 4096]
 MIB = 1 << 20
-PEER = "peer_tokens_per_second"
+NOT_HERE = ("peer_tokens_per_second", "translate_shares")
 
 
 def bench(
@@ -116,7 +116,7 @@ def _rows(
                 "geometry": name,
                 "recipe": recipe,
                 "k": k,
-                **{field: value for field, value in asdict(speed).items() if field != PEER},
+                **{field: value for field, value in asdict(speed).items() if field not in NOT_HERE},
                 **_sizes(load),
                 "device": conditions.device,
                 "hardware": hardware(conditions.device),

@@ -6,7 +6,8 @@
 One JSON line a row on stdout, progress on stderr. ``mappers/bench_speed.py`` says what ``gemm``,
 ``prefill`` and ``copy`` are; ``peer`` is ``translate_cache`` of aither-kvcache 2.4.1 from PyPI with
 the same artifact imported (``tests/bench/peer.py``). It knows dense maps only, so rows of other
-recipes have none. What has no row is longer than fits in memory.
+recipes have none. ``translate_shares`` is where a translation's time goes
+(``mappers/bench_profile.py``). What has no row is longer than fits in memory.
 """
 
 import json
@@ -61,7 +62,9 @@ def main(
     torch.manual_seed(0)
     if threads is not None:
         torch.set_num_threads(threads)
-    conditions = Conditions(device=device, dtype=DTYPES[dtype], rounds=rounds, progress=_progress)
+    conditions = Conditions(
+        device=device, dtype=DTYPES[dtype], rounds=rounds, shares=True, progress=_progress
+    )
     rows: list[Row] = []
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
