@@ -74,15 +74,15 @@ class BodyTransport:
 
     async def answer(self, approved: Approved, held: AsyncExitStack) -> Response:
         """The answer; from here on it holds what was ``held``, which a fault before releases."""
-        judged, running = approved.judged, approved.running
-        settings = self._call.service.settings
+        running, settings = approved.running, self._call.service.settings
         head, headers = answers.translated_head(approved, running.work.target)
         return Stream(
             head,
             headers,
             running=running,
             held=held.pop_all(),
-            ended=lambda cut: settle(judged, running, cut),
+            given=approved.given,
+            ended=lambda cut: settle(approved, cut),
             grace_seconds=settings.body_grace_seconds,
             bytes_per_second=settings.body_bytes_per_second,
         )

@@ -29,6 +29,7 @@ from service.state import buffers_of
 from service.stream import Running
 from service.transport import Approved
 from service.wire import laid_out
+from service.worker import ended
 
 MAX_DOCUMENT_BYTES = 64 * 1024
 
@@ -76,7 +77,8 @@ class BufferTransport:
         running = approved.running
         await self._follow(running)
         receipt = answers.translated_receipt(approved, self.request.target.buffer)
-        settle(approved.judged, running, None)
+        approved.given()
+        settle(approved, None)
         self._given = True
         # Before the client hears of it, so that it can give the leases back at once.
         await held.aclose()
@@ -89,6 +91,8 @@ class BufferTransport:
                 raise ClientGone
             await running.emission.news(running.gone, running.future)
         running.future.result()
+        if running.gone.done():  # there is nobody to whom it could be given
+            raise ClientGone
         if running.work.refusal is not None:  # against what the content gate had proven
             raise Problem("internal_invariant", "a layer came out with values that are not finite")
         done, layers = running.work.ready_layers, running.work.target.geometry.layers
@@ -108,7 +112,9 @@ class BufferTransport:
             return
         self._target.ready_layers = None
         if space.begun:
-            await asyncio.to_thread(_poison, space.answer)
+            poisoned = asyncio.get_running_loop().run_in_executor(None, _poison, space.answer)
+            await ended(poisoned)
+            poisoned.result()
 
 
 def _poison(answer: Tensor) -> None:

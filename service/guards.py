@@ -50,9 +50,18 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class Claim:
-    """What a translation has taken from the books; given back but for the KL that is ``kept``."""
+    """What an answer has taken from the books: ``kl`` (nats a token) of its session's drift, a
+    place of a half-open breaker, and, when it is ``marked``, the order to measure it.
 
-    kept: float | None = None
+    An answer that is not ``given`` gives all of it back: nobody will report on it.
+    """
+
+    answer_id: str
+    client: str
+    standing: Standing
+    kl: float
+    marked: bool = False
+    given: bool = False
 
 
 class Guards:
@@ -118,7 +127,8 @@ class Guards:
     ) -> Iterator[Claim]:
         """Take a place among the probes, and at most ``kl`` from the session; before anything is
         awaited, so that requests at the same time see each other."""
-        claim, now, session = Claim(), wall_clock(), self._session(request)
+        claim, now = Claim(answer_id, client, standing, kl), wall_clock()
+        session = self._session(request)
         if standing.phase == "half_open":
             until = now + self._settings.feedback_seconds
             self._probes.take(standing.key, answer_id, client, until)
@@ -127,22 +137,27 @@ class Guards:
         try:
             yield claim
         finally:
-            if claim.kept is None:
-                self._probes.give_back(standing.key, answer_id)
             if session is not None:
-                self.sessions.refund(session, kl - (claim.kept or 0.0))
+                self.sessions.refund(session, kl - claim.kl if claim.given else kl)
+            if not claim.given:
+                self._give_back(claim)
 
-    async def mark(
-        self, answer_id: str, client: str, standing: Standing, max_kl: float
-    ) -> ShadowRequest | None:
+    def _give_back(self, claim: Claim) -> None:
+        self._probes.give_back(claim.standing.key, claim.answer_id)
+        self._suffixes.forget(claim.answer_id)
+        if claim.marked:
+            self._file.later(lambda: self._file.forget(claim.answer_id))
+
+    async def mark(self, claim: Claim, max_kl: float) -> ShadowRequest | None:
         """Whether this answer is to be measured; None: no, or it cannot be written down."""
-        now = wall_clock()
-        self._audience.note(standing.key, client, now)
+        now, standing, answer_id = wall_clock(), claim.standing, claim.answer_id
+        self._audience.note(standing.key, claim.client, now)
         rate = 1.0 if standing.phase == "half_open" else standing.policy.shadow_rate
         if not self._shadow.chosen(answer_id, rate):
             return None
         seconds = self._settings.feedback_seconds
-        answer = Answer(answer_id, standing.key, client, max_kl, now)
+        answer = Answer(answer_id, standing.key, claim.client, max_kl, now)
+        claim.marked = True
         try:
             # Kept for twice the time: whoever comes too late is told so.
             await self._file.run(lambda: self._file.add(answer, forget=now - 2 * seconds))
@@ -153,10 +168,10 @@ class Guards:
         return ShadowRequest(answer_id=answer_id, token=token, expires_seconds=seconds)
 
     def give_tail(
-        self, answer_id: str, mapper_id: str, checks: tuple[SuffixCheck, ...]
+        self, claim: Claim, mapper_id: str, checks: tuple[SuffixCheck, ...]
     ) -> str | None:
         """The token with which the native tail's NLL is posted; None where nothing can judge it."""
-        return self._suffixes.give(answer_id, mapper_id, checks, wall_clock())
+        return self._suffixes.give(claim.answer_id, mapper_id, checks, wall_clock())
 
     def judge_tail(self, feedback: TailFeedback, token: str) -> tuple[str, bool, SuffixReceipt]:
         """The mapper's id, whether it is the first post, and what to answer. Raises Problem."""

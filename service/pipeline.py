@@ -54,14 +54,12 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         if work.refusal is not None:
             observe_stages(call.service.metrics, work.seconds)
             return answers.reprefill(judged, work.refusal)
-        shadow = await _mark(judged)
+        shadow = await call.service.guards.mark(claim, judged.ruling.max_kl)
         if _broken(judged, shadow):
             return answers.reprefill(judged, "breaker_open")
-        if shadow is not None:
-            call.service.metrics.shadowed.labels(judged.entry.id).inc()
-        claim.kept = judged.ruling.drift
+        claim.kl = judged.ruling.drift
         judged = _forecast(judged, work)
-        approved = Approved(judged, running, shadow, _give_tail(judged))
+        approved = Approved(judged, running, claim, shadow, _give_tail(judged, claim))
         return await transport.answer(approved, held)
 
 
@@ -153,11 +151,6 @@ def _claim(judged: Judged) -> contextlib.AbstractContextManager[Claim]:
     return call.service.guards.claim(
         call.request_id, call.client, judged.request, judged.standing, judged.ruling.drift
     )
-
-
-async def _mark(judged: Judged) -> ShadowRequest | None:
-    call, max_kl = judged.call, judged.ruling.max_kl
-    return await call.service.guards.mark(call.request_id, call.client, judged.standing, max_kl)
 
 
 def _broken(judged: Judged, shadow: ShadowRequest | None) -> bool:
@@ -275,11 +268,9 @@ async def _watched(body: Body) -> AsyncIterator[asyncio.Task[None]]:
         watcher.cancel()
 
 
-def _give_tail(judged: Judged) -> str | None:
+def _give_tail(judged: Judged, claim: Claim) -> str | None:
     """The token with which the native tail's likelihood is posted, if anything can judge it."""
-    return judged.call.service.guards.give_tail(
-        judged.call.request_id, judged.entry.id, _tail_checks(judged)
-    )
+    return judged.call.service.guards.give_tail(claim, judged.entry.id, _tail_checks(judged))
 
 
 def _tail_checks(judged: Judged) -> tuple[SuffixCheck, ...]:

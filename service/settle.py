@@ -10,21 +10,23 @@ from service.logs import described
 from service.metrics import Metrics
 from service.problems import as_problem
 from service.stream import Cut, Running
+from service.transport import Approved
 
 log = structlog.get_logger("service.settle")
 
 
-def settle(judged: Judged, running: Running, cut: Cut | None) -> None:
+def settle(approved: Approved, cut: Cut | None) -> None:
     """Count what became of an answer that had begun; ``cut`` None: all of it was sent."""
+    call = approved.judged.call
     match cut:
         case None:
-            _sent(judged, running)
+            _sent(approved)
         case "client":
-            judged.call.service.metrics.aborted.labels(cut).inc()
-            judged.call.ledger.close("disconnected", "client_disconnect")
+            call.service.metrics.aborted.labels(cut).inc()
+            call.ledger.close("disconnected", "client_disconnect")
         case "fault":
-            judged.call.service.metrics.aborted.labels(cut).inc()
-            judged.call.ledger.close("failed", _fault(running))
+            call.service.metrics.aborted.labels(cut).inc()
+            call.ledger.close("failed", _fault(approved.running))
 
 
 def _fault(running: Running) -> str:
@@ -36,7 +38,8 @@ def _fault(running: Running) -> str:
     return as_problem(error).code
 
 
-def _sent(judged: Judged, running: Running) -> None:
+def _sent(approved: Approved) -> None:
+    judged, running = approved.judged, approved.running
     metrics, pair, ruling = judged.call.service.metrics, judged.entry.id, judged.ruling
     judged.entry.timing.add(ruling.tokens, sum(running.work.seconds.values()))
     observe_stages(metrics, running.work.seconds)
@@ -47,6 +50,8 @@ def _sent(judged: Judged, running: Running) -> None:
     metrics.prefill_saved.labels(pair).inc(max(0.0, _prefill_seconds(judged) - egress))
     if ruling.kl_bound is not None:
         metrics.kl_bound.labels(pair).observe(ruling.kl_bound)
+    if approved.shadow is not None:
+        metrics.shadowed.labels(pair).inc()
     judged.call.ledger.close("translate")
 
 

@@ -6,19 +6,23 @@ loss of power may take the last moments, never the file. The file is ours alone 
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from mappers.errors import KVTranslatorError
 from mappers.identity import shown
 from service.breaker import Breaker, Key
+
+log = structlog.get_logger("service.state_file")
 
 Result = TypeVar("Result")
 
@@ -64,7 +68,8 @@ class Answer(NamedTuple):
 class StateFile:
     """``path`` None keeps everything in memory. Raises StateError when the file is no good.
 
-    All methods but ``run`` and ``close`` belong to the owner thread: call them in ``run``.
+    All methods but ``run``, ``later`` and ``close`` belong to the owner thread: call them in the
+    first two.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -78,6 +83,12 @@ class StateFile:
     async def run(self, work: Callable[[], Result]) -> Result:
         """Do it on the owner thread; what it raises is raised here."""
         return await asyncio.get_running_loop().run_in_executor(self._owner, work)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Have it done before anything that is asked for after it; nobody waits, and what cannot be
+        done, because the file cannot be written or is closed, is left."""
+        with contextlib.suppress(RuntimeError):
+            self._owner.submit(work).add_done_callback(_say_failed)
 
     def close(self) -> None:
         """When all work is done."""
@@ -109,6 +120,11 @@ class StateFile:
                 "DELETE FROM answers WHERE issued_seconds < ? OR number <= ?",
                 (forget, oldest),
             )
+
+    def forget(self, answer_id: str) -> None:
+        """An answer was not given after all; what was posted for it stays."""
+        with self._db:
+            self._db.execute("DELETE FROM answers WHERE id = ? AND value IS NULL", (answer_id,))
 
     def answer(self, answer_id: str) -> Answer | None:
         """The shadowed answer of this id."""
@@ -150,6 +166,12 @@ class StateFile:
             " (SELECT rowid FROM breakers ORDER BY changed_seconds DESC LIMIT -1 OFFSET ?)",
             (MAX_BREAKERS,),
         )
+
+
+def _say_failed(work: Future[None]) -> None:
+    error = work.exception()
+    if error is not None:
+        log.error("the state file was not changed", fault=type(error).__name__)
 
 
 def _why(error: sqlite3.Error | OSError) -> str:

@@ -1,7 +1,7 @@
 """Sending a translation while its later layers are still being computed."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Literal, NamedTuple
 
@@ -38,9 +38,9 @@ class Stream(Response):
     """Sends the header, then the tensors as the worker finishes them.
 
     Content-Length is stated, so an answer that is cut off can never be taken for whole: the
-    connection is closed before that many bytes were sent. ``held`` is released at the end, whatever
-    the end is; ``ended`` learns which it was (None: all was sent). Waiting for the client is
-    limited as it is for a request's body.
+    connection is closed before that many bytes were sent. ``given`` is told when all were, before
+    ``held`` is released, which it is at the end, whatever the end is; then ``ended`` learns which
+    it was (None: all was sent). Waiting for the client is limited as it is for a request's body.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Stream(Response):
         *,
         running: Running,
         held: AsyncExitStack,
+        given: Callable[[], None],
         ended: Callable[[Cut | None], None],
         grace_seconds: float,
         bytes_per_second: float,
@@ -57,7 +58,7 @@ class Stream(Response):
         super().__init__()
         self.raw_headers = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
         self._head, self._running = memoryview(head), running
-        self._held, self._ended = held, ended
+        self._held, self._given, self._ended = held, given, ended
         self._grace_seconds, self._bytes_per_second = grace_seconds, bytes_per_second
         self._waited_seconds, self._sent_bytes = 0.0, 0
 
@@ -66,17 +67,21 @@ class Stream(Response):
         cut: Cut | None = "fault"
         try:
             await self._send_all(send)
+            self._given()
             cut = None
         except AnswerCut as error:
             cut = error.cut
             _abort(scope)
         finally:
-            await self._held.aclose()
-            self._ended(cut)
+            try:
+                await self._held.aclose()
+            finally:
+                self._ended(cut)
 
     async def _send_all(self, send: Send) -> None:
+        # It waits as well, for the end of what was sent on this connection before.
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
+        await self._in_time(send(start))
         await self._put(send, self._head, more=True)
         data, done = self._running.work.output, 0
         while done < len(data):
@@ -103,17 +108,20 @@ class Stream(Response):
     async def _slice(self, send: Send, part: memoryview, *, last: bool) -> None:
         if self._running.gone.done():
             raise AnswerCut("client")
+        message = {"type": "http.response.body", "body": part, "more_body": not last}
+        await self._in_time(send(message))
+        self._sent_bytes += len(part)
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
         allowed = self._grace_seconds + self._sent_bytes / self._bytes_per_second
         loop = asyncio.get_running_loop()
         started = loop.time()
-        message = {"type": "http.response.body", "body": part, "more_body": not last}
         try:
             async with asyncio.timeout(allowed - self._waited_seconds):
-                await send(message)
+                await sending
         except TimeoutError as error:
             raise AnswerCut("client") from error
         self._waited_seconds += loop.time() - started
-        self._sent_bytes += len(part)
 
 
 def _abort(scope: Scope) -> None:

@@ -49,6 +49,10 @@ class Suffixes:
             self._given.popitem(last=False)
         return self._shadow.token(answer_id)
 
+    def forget(self, answer_id: str) -> None:
+        """It was not given after all."""
+        self._given.pop(answer_id, None)
+
     def judge(
         self, feedback: TailFeedback, token: str, now: float
     ) -> tuple[str, bool, SuffixReceipt]:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from starlette.responses import Response
 
 from service.call import Judged
+from service.guards import Claim
 from service.schemas import ShadowRequest, TranslateRequest
 from service.side import Side
 from service.space import Space
@@ -18,12 +19,21 @@ from service.stream import Running
 
 
 class Approved(NamedTuple):
-    """An answer that may go out: nothing speaks against it any more."""
+    """An answer that may go out: nothing speaks against it any more.
+
+    ``claim`` says what it has taken from the books; one that is not ``given`` after all, and to its
+    end, gives that back.
+    """
 
     judged: Judged
     running: Running
+    claim: Claim
     shadow: ShadowRequest | None
     tail_token: str | None
+
+    def given(self) -> None:
+        """All of it has gone out: from now on it counts, and whoever has it may report on it."""
+        self.claim.given = True
 
 
 class Transport(Protocol):

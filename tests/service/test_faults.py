@@ -213,9 +213,12 @@ def test_memory_that_cannot_be_had(settings: Settings, monkeypatch: pytest.Monke
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_does_not_read_is_cut_off(settings: Settings) -> None:
+@pytest.mark.parametrize("part", ["start", "body"])
+def test_a_client_that_does_not_read_is_cut_off(settings: Settings, part: str) -> None:
+    """Nor what was sent on its connection before: then the head cannot leave."""
+
     async def stall(message: Message) -> None:
-        if message["type"] == "http.response.body":
+        if message["type"] == f"http.response.{part}":
             await asyncio.Event().wait()
 
     impatient = settings.model_copy(update={"body_grace_seconds": 0.2})
