@@ -6,6 +6,7 @@ The engine keeps the request's blocks until its workers have copied them.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -18,7 +19,7 @@ from service.vllm.errors import NotLoaded
 from service.vllm.hang import HangWatch
 from service.vllm.jobs import Export
 from service.vllm.link import Leased, Link
-from service.vllm.params import Handle
+from service.vllm.params import Handle, Params
 from service.vllm.seal import Sealed, seal_bytes, seal_offset, write_seal
 
 log = logging.getLogger("vllm.kvt.exports")
@@ -60,16 +61,17 @@ class Exports:
         self._copied: dict[str, Leased] = {}
         self._jobs: list[Export] = []
 
-    def begin(self, request_id: str, tokens: int, hops: int, replaces: str | None = None) -> None:
+    def begin(self, request_id: str, params: Params, tokens: int, hops: int) -> None:
         """Take a lease for up to so many tokens, which have been through ``hops`` translations,
-        and end the one that it ``replaces``. A service that hangs is not asked for more."""
+        and end the one that it replaces. A service that hangs is not asked for more."""
         if self._service.hangs() and self._service.is_asked():
             self._counters.add("export", "service_hangs")
             return
         tokens = min(tokens, self._geometry.max_tokens)
         nbytes = self._offset(tokens) + seal_bytes(tokens, self._geometry.ranks)
-        lease = self._threads.submit(self._lease, nbytes, replaces)
-        self._rooms[request_id] = _Room(lease, self._clock() + self._lease_seconds, tokens, hops)
+        lease = self._threads.submit(self._lease, nbytes, params.replaces)
+        until = self._clock() + min(self._lease_seconds, params.deadline_seconds or math.inf)
+        self._rooms[request_id] = _Room(lease, until, tokens, hops)
 
     def holds_back(self, request_id: str) -> bool:
         """Whether the request should wait for its lease before it is scheduled."""

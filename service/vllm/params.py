@@ -50,9 +50,10 @@ class Handle(_Said):
 
 
 class Params(_Said):
-    """Of one request. ``deadline_seconds`` can only shorten the connector's own; ``replaces``: the
-    lease of an older handle that nobody will use; ``keep``: leave that of ``handle`` for more
-    translations, where it would be given back after the first."""
+    """Of one request. ``deadline_seconds`` can only shorten the connector's own waiting, for a
+    translation or for a lease; ``replaces``: the lease of an older handle that nobody will use;
+    ``keep``: leave that of ``handle`` for more translations, where it would be given back after the
+    first."""
 
     export: bool = False
     replaces: BufferId | None = None

@@ -29,7 +29,7 @@ class SchedulerSide:
             return
         if self._exports and params.export and (hops := hops_of(request.cache_salt)) is not None:
             room = len(prompt) + min(request.max_tokens, self._answer_tokens)
-            self._exports.begin(request.request_id, room, hops, params.replaces)
+            self._exports.begin(request.request_id, params, room, hops)
         if self._loads and params.handle is not None:
             self._loads.begin(request.request_id, params, list(prompt), request.cache_salt)
 

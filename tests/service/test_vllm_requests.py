@@ -34,7 +34,7 @@ HANDLE = Handle(
     buffer="0" * 32, nbytes=1000, tokens=20, seal_offset=0, ranks=1, hops=1, source=CLAIM
 )
 LEASE = f"{1:032x}"
-PARAMS = Params(handle=HANDLE, mapper=MAPPER)
+PARAMS, EXPORT = Params(handle=HANDLE, mapper=MAPPER), Params(export=True)
 
 
 def receipt(tokens: int) -> Receipt:
@@ -287,7 +287,7 @@ def test_salts() -> None:
 
 def test_an_export_from_arrival_to_handle(world: World) -> None:
     exports = world.exports()
-    exports.begin("r", 24, 0)
+    exports.begin("r", EXPORT, 24, 0)
     world.later.run()
     ids = list(range(50, 60))
     handle = exports.finish("r", ids, [4, 2, 6, 8], whole=True)
@@ -308,7 +308,7 @@ def test_an_export_from_arrival_to_handle(world: World) -> None:
 
 def test_an_export_has_no_more_than_there_is_room_for(world: World) -> None:
     exports = world.exports()
-    exports.begin("r", 6, 0)
+    exports.begin("r", EXPORT, 6, 0)
     world.later.run()
     handle = exports.finish("r", list(range(10)), [4, 2, 6], whole=True)
     assert handle is not None
@@ -319,9 +319,9 @@ def test_an_export_has_no_more_than_there_is_room_for(world: World) -> None:
 def test_no_lease_no_handle(world: World) -> None:
     world.refusal = NotLoaded("buffer_budget")
     exports = world.exports()
-    exports.begin("refused", 6, 0)
+    exports.begin("refused", EXPORT, 6, 0)
     world.later.run()
-    exports.begin("late", 6, 0)
+    exports.begin("late", EXPORT, 6, 0)
     world.refusal = None
     assert exports.finish("refused", [1, 2], [4], whole=True) is None
     assert exports.finish("late", [1, 2], [4], whole=True) is None
@@ -349,6 +349,11 @@ def test_a_request_is_held_back_for_its_lease_but_not_for_long(world: World) -> 
     assert scheduler.matched(quick, 0) == (0, False)
     scheduler.new(slow)
     assert scheduler.matched(slow, 0) == (None, False)
+    urgent = request({"kvt": {"export": True, "deadline_seconds": 0.5}}, request_id="u")
+    scheduler.new(urgent)
+    world.now = 0.5
+    assert scheduler.matched(slow, 0) == (None, False)
+    assert scheduler.matched(urgent, 0) == (0, False)
     world.now = 1.0
     assert scheduler.matched(slow, 0) == (0, False)
     assert scheduler.finished(slow, [1], whole=True) == (False, None)
@@ -361,11 +366,11 @@ def test_many_at_once_all_get_their_leases_however_long_the_last_waits(world: Wo
     world.while_asked = slow
     exports, names = world.exports(), [str(number) for number in range(16)]
     for name in names:
-        exports.begin(name, 6, 0)
+        exports.begin(name, EXPORT, 6, 0)
     assert all(exports.holds_back(name) for name in names)
     world.later.run(8)
     assert not any(exports.holds_back(name) for name in names)  # their second is over
-    exports.begin("newcomer", 6, 0)
+    exports.begin("newcomer", EXPORT, 6, 0)
     assert exports.holds_back("newcomer")
     world.later.run()
     handles = [exports.finish(name, [1, 2], [4], whole=True) for name in (*names, "newcomer")]
@@ -378,32 +383,32 @@ def test_a_service_that_hangs_costs_its_second_once(world: World) -> None:
 
     def hanging() -> None:
         world.now = 0.5
-        exports.begin("during", 6, 0)
+        exports.begin("during", EXPORT, 6, 0)
         held["before it is known"] = exports.holds_back("during")
         world.now = 1.0
         held["after"] = exports.holds_back("during")
-        exports.begin("later", 6, 0)
+        exports.begin("later", EXPORT, 6, 0)
         held["later"] = exports.holds_back("later")
         world.now = 5.0
         raise NotLoaded("unreachable")
 
     world.while_asked = hanging
-    exports.begin("first", 6, 0)
+    exports.begin("first", EXPORT, 6, 0)
     world.later.run(1)
     assert held == {"before it is known": True, "after": False, "later": False}
     assert world.counted() == {"export service_hangs": 1}
-    exports.begin("asked again", 6, 0)
+    exports.begin("asked again", EXPORT, 6, 0)
     assert not exports.holds_back("asked again")
     world.while_asked = lambda: None
     world.later.run()
     assert exports.finish("asked again", [1, 2], [4], whole=True) is not None
-    exports.begin("well again", 6, 0)
+    exports.begin("well again", EXPORT, 6, 0)
     assert exports.holds_back("well again")
 
 
 def test_an_aborted_request_gives_its_lease_back(world: World) -> None:
     exports = world.exports()
-    exports.begin("r", 6, 0)
+    exports.begin("r", EXPORT, 6, 0)
     world.later.run()
     assert exports.finish("r", [1, 2], [4], whole=False) is None
     world.later.run()

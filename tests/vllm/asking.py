@@ -57,15 +57,10 @@ def complete(engine: Process, prompt: list[int], *, tokens: int = 8, **more: Any
 
 def export(engine: Process, prompt: list[int], *, tokens: int = 1, **more: Any) -> Handle:
     """Have a prompt read, and its KV put into a lease."""
-    handle = exported(engine, prompt, tokens=tokens, **more)
+    asked = {"kv_transfer_params": {"kvt": {"export": True}}}
+    handle = complete(engine, prompt, tokens=tokens, **(asked | more)).said.handle
     assert handle is not None
     return handle
-
-
-def exported(engine: Process, prompt: list[int], *, tokens: int = 1, **more: Any) -> Handle | None:
-    """The same where there may be no lease."""
-    asked = {"kv_transfer_params": {"kvt": {"export": True}}}
-    return complete(engine, prompt, tokens=tokens, **(asked | more)).said.handle
 
 
 def load(engine: Process, prompt: list[int], handle: Handle, mapper: str, **more: Any) -> Answer:

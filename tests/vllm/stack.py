@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 FAMILY = ROOT / "mappers" / "demo"
 BLOCK_TOKENS = 32
 MAX_TOKENS = 1280
-WAITING = {"deadline_seconds": 240.0, "lease_seconds": 20.0}
-"""Of the connectors. A test in which the service hangs waits for a lease as long as this says."""
+WAITING = {"deadline_seconds": 240.0, "lease_seconds": 240.0}
+"""Of the connectors: no test fails because the service takes long. A request may say less."""
 LOG_LINES = 60
 THRIFT = {
     "OMP_NUM_THREADS": "1",

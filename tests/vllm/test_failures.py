@@ -11,7 +11,7 @@ import pytest
 from service.client import Client
 from service.vllm.params import salt
 from tests.vllm import native
-from tests.vllm.asking import Answer, complete, export, exported, load
+from tests.vllm.asking import Answer, complete, export, load
 from tests.vllm.stack import Process, Stack
 from tests.vllm.waiting import until
 
@@ -125,12 +125,12 @@ def test_a_translator_that_hangs(stack: Stack, texts: Texts, digest: str) -> Non
     prompt = texts[24][:PROMPT]
     handle = export(stack.small, prompt)
     with hanging(stack.translator):
-        soon = {"deadline_seconds": 1.0}
-        answer = load(stack.large, prompt, handle, digest, params=soon)
-        assert exported(stack.small, prompt) is None
+        answer = load(stack.large, prompt, handle, digest, params={"deadline_seconds": 1.0})
+        asked = {"kv_transfer_params": {"kvt": {"export": True, "deadline_seconds": 1.0}}}
+        source = complete(stack.small, prompt, **asked)
     assert_native(answer, prompt, "deadline")
-    # An engine holds nothing back for a service that hung, until a lease has come in time.
-    until(lambda: exported(stack.small, prompt) is not None, "there are handles again")
+    assert source.said.handle is None
+    export(stack.small, prompt)
 
 
 def test_a_translator_that_is_killed_in_the_middle(stack: Stack, texts: Texts, digest: str) -> None:
