@@ -68,7 +68,8 @@ class ServerProcess:
             if self._process is None or self._process.poll() is not None:
                 raise Failure(Code.SERVER, f"the server did not start: {self._last_line()}")
             if time.monotonic() > deadline:
-                raise Failure(Code.SERVER, f"the server was not ready in {START_SECONDS:g} seconds")
+                late = f"the server was not ready in {START_SECONDS:g} seconds"
+                raise Failure(Code.SERVER, f"{late}: {self._last_line()}")
             time.sleep(_POLL_SECONDS)
             found = _URL.search(self._said())
             self.url = found[1].decode() if found else ""

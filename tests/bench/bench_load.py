@@ -3,18 +3,16 @@
     python tests/bench/bench_load.py                                  # about four minutes
     python tests/bench/bench_load.py --concurrency 8 --seconds 3 --no-loads
 
-One JSON line a row on stdout. ``case``: ``clients`` are as many clients as ``concurrency``, each
-with its next request as soon as its last is answered; ``short`` is one client of short requests,
-first ``alone``, then ``beside long``, while others send long ones without a pause (``slower``: over
-the median of ``alone``). ``errors`` are all answers but a translation, by ``reasons``, and count in
-no time. ``cold load`` reads an artifact that the system has forgotten, ``warm load`` one that it
-has just read, ``eviction`` one for which another must leave. Mappers are random: the service is
-told to do without evidence.
+One JSON line a row on stdout, a table on stderr. ``case``: ``clients`` are as many clients as
+``concurrency``, each with its next request as soon as its last is answered; ``short`` is one client
+of short requests, first ``alone``, then ``beside long``, while others send long ones without a
+pause (``slower``: over the median of ``alone``). ``errors`` are all answers but a translation, by
+``reasons``, and count in no time. ``cold load`` reads an artifact that the system has forgotten,
+``warm load`` one that it has just read, ``eviction`` one for which another must leave. Mappers are
+random: the service is told to do without evidence.
 """
 
-import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -39,8 +37,8 @@ from service.logs import configure
 from service.settings import Settings
 from service.store import Store
 from tests.bench.bench_transport import request_of
+from tests.bench.rows import Row, told
 
-Row = dict[str, Any]
 TIMEOUT_SECONDS = 600.0
 
 
@@ -89,32 +87,29 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="loads behind each median")] = 5,
     loads: Annotated[bool, typer.Option(help="measure loading as well")] = True,
 ) -> None:
-    """Print a JSON line for every case."""
+    """Print a JSON line for every case, and a table."""
     about = {"geometry": geometry, "recipe": recipe, "k": k, "dtype": dtype}
     about |= {"path": "buffers" if buffers else "body", "hardware": hardware("cpu")}
     load = Load(pair=PAIRS[geometry], dtype=dtype, seconds=seconds, buffers=buffers)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+
+    def rows(folder: Path) -> Iterator[Row]:
         path = publish_random(geometry, recipe, k, torch.float32, folder / "artifacts")
         with _service(folder, threads, max(concurrency) + long_clients) as served:
             for clients in concurrency:
-                _say({**about, **_clients(served.url, load, clients, tokens)})
-            for row in _fairness(served.url, load, tokens, long_tokens, long_clients):
-                _say({**about, **row})
+                yield _clients(served.url, load, clients, tokens)
+            yield from _fairness(served.url, load, tokens, long_tokens, long_clients)
         if loads:
             other = publish_random(geometry, "head_local", k, torch.float32, folder / "other")
-            for row in _loads(path, other, rounds):
-                _say({**about, **row})
+            yield from _loads(path, other, rounds)
 
-
-def _say(row: Row) -> None:
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as name:
+        told({**about, **row} for row in rows(Path(name)))
 
 
 def _service(folder: Path, threads: int, requests: int) -> ServerProcess:
     """One that turns nobody away for the number of those who ask."""
-    limits = ["--queue-requests", str(requests), "--threads", str(threads)]
+    # A client may have its answer, and ask again, a moment before its place is free.
+    limits = ["--queue-requests", str(2 * requests), "--threads", str(threads)]
     sharing = ["--buffers", str(folder / "socket")]
     unproven = ["--allow-unproven", "--shadow-rate", "0"]
     return ServerProcess([folder / "artifacts"], *limits, *sharing, *unproven)

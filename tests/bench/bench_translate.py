@@ -3,21 +3,20 @@
     python tests/bench/bench_translate.py --geometry smollm2-135m --tokens 1024 --tokens 4096
     python tests/bench/bench_translate.py --peer --plots tests/bench/plots
 
-One JSON line a row on stdout, progress on stderr. ``mappers/bench_speed.py`` says what ``gemm``,
-``prefill`` and ``copy`` are; ``peer`` is ``translate_cache`` of aither-kvcache 2.4.1 from PyPI with
-the same artifact imported (``tests/bench/peer.py``). It knows dense maps only, so rows of other
-recipes have none. ``translate_shares`` is where a translation's time goes
+One JSON line a row on stdout, progress and a table on stderr. ``mappers/bench_speed.py`` says what
+``gemm``, ``prefill`` and ``copy`` are; ``peer`` is ``translate_cache`` of aither-kvcache 2.4.1 from
+PyPI with the same artifact imported (``tests/bench/peer.py``). It knows dense maps only, so rows of
+other recipes have none. ``translate_shares`` is where a translation's time goes
 (``mappers/bench_profile.py``). What has no row is longer than fits in memory.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -31,9 +30,8 @@ from mappers.errors import TooLittleMemory
 from mappers.mapper import Mapper
 from mappers.translate import Translator
 from tests.bench.peer import Peer
+from tests.bench.rows import Row, told
 from tests.bench.speed_plots import draw
-
-Row = dict[str, Any]
 
 TOKENS = {
     "demo": [128, 512, 1024, 2048, 4096, 8192],
@@ -58,23 +56,22 @@ def main(
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="folder for PNG files")] = None,
 ) -> None:
-    """Print a JSON line for every geometry, recipe, k and length."""
+    """Print a JSON line for every geometry, recipe, k and length, and a table."""
     torch.manual_seed(0)
     if threads is not None:
         torch.set_num_threads(threads)
     conditions = Conditions(
         device=device, dtype=DTYPES[dtype], rounds=rounds, shares=True, progress=_progress
     )
-    rows: list[Row] = []
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         package = peer_folder or (Peer.installed(folder) if peer else None)
         maps = [(r, n) for r in recipe for n in k]
-        for name in geometry:
-            for row in _rows(name, tokens or TOKENS[name], maps, conditions, prefill, package):
-                rows.append(row)
-                sys.stdout.write(json.dumps(row) + "\n")
-                sys.stdout.flush()
+        rows = told(
+            row
+            for name in geometry
+            for row in _rows(name, tokens or TOKENS[name], maps, conditions, prefill, package)
+        )
     if plots is not None:
         draw(rows, plots)
 

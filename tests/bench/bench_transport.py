@@ -2,7 +2,7 @@
 
     python tests/bench/bench_transport.py --geometry demo --tokens 1024 --tokens 4096
 
-One JSON line a row on stdout, progress on stderr. ``path``: ``direct`` is the bare Translator in
+One JSON line a row on stdout, a table on stderr. ``path``: ``direct`` is the bare Translator in
 this process, ``echo`` a raw ASGI server that takes the source's bytes and sends as many as the
 target has, ``body`` and ``buffers`` are ``Client.translate`` against ``kvt serve``. ``over_direct``
 and ``over_echo`` are seconds over theirs, ``beyond_direct_seconds`` what is left of the seconds
@@ -14,7 +14,6 @@ All take turns, round after round, and the medians count, so that what else the 
 all of them alike. Mappers are random, so the service is told to do without evidence.
 """
 
-import json
 import re
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import torch
 import typer
 
 from mappers import artifact
+from mappers.bench_hardware import hardware
 from mappers.bench_pairs import PAIRS, Pair, random_cache, random_mapper
 from mappers.bench_rounds import Step, take_turns
 from mappers.cache import DTYPES, KVCache
@@ -47,6 +47,7 @@ from service.memfd import file_bytes
 from service.schemas import TranslateRequest
 from service.upload import Upload
 from tests.bench.echo import HEADER
+from tests.bench.rows import told
 
 TIMEOUT_SECONDS = 600.0
 
@@ -60,16 +61,17 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="of one translation")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="measurements behind each median")] = 5,
 ) -> None:
-    """Print four JSON lines for every geometry and length."""
+    """Print four JSON lines for every geometry and length, and a table."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    for name in geometry:
-        mapper = random_mapper(PAIRS[name], recipe=recipe, k=k)
-        for length in tokens:
-            for row in _rows(PAIRS[name], mapper, length, dtype, threads, rounds):
-                said = {"geometry": name, "recipe": recipe, "k": k, "dtype": dtype, **row}
-                sys.stdout.write(json.dumps({**said, "threads": threads, "rounds": rounds}) + "\n")
-                sys.stdout.flush()
+    about = {"recipe": recipe, "k": k, "dtype": dtype, "threads": threads, "rounds": rounds}
+    mappers = {name: random_mapper(PAIRS[name], recipe=recipe, k=k) for name in geometry}
+    told(
+        {"geometry": name, **about, **row, "hardware": hardware("cpu")}
+        for name, mapper in mappers.items()
+        for length in tokens
+        for row in _rows(PAIRS[name], mapper, length, dtype, threads, rounds)
+    )
 
 
 def _rows(
