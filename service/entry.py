@@ -27,7 +27,8 @@ class Entry:
 
     ``wanted`` is False for what an operator has unloaded: only an operator brings it back.
     ``behind``: there is a newer version on disk that could not be loaded yet, but may be later.
-    ``fetching``: a request has asked a loader to bring it to the device.
+    ``fetching``: a loader is to bring it to the device; ``asked``: a request has asked for that
+    since the loader last began to.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Entry:
     wanted: bool = True
     behind: bool = False
     fetching: bool = False
+    asked: bool = False
     load_seconds: float | None = None
     changing: threading.Lock = field(default_factory=threading.Lock, repr=False)
     resident: Resident | None = None
@@ -85,6 +87,26 @@ class Entry:
         """Know the pair before anything of it is loaded."""
         self.id, self.recipe = manifest.mapper_id, manifest.recipe
         self.source, self.target = manifest.source, manifest.target
+
+    def asked_for(self) -> bool:
+        """A request would have it on the device: whether somebody has to begin to bring it."""
+        with self._swapping:
+            if not self._missing:
+                return False
+            begin = not self.fetching
+            self.asked = self.fetching = True
+            return begin
+
+    def still_asked_for(self) -> bool:
+        """Whether whoever fetches it has to bring it now; if not, it fetches it no longer."""
+        with self._swapping:
+            self.fetching = self.asked and self._missing
+            self.asked = False
+            return self.fetching
+
+    @property
+    def _missing(self) -> bool:
+        return self.wanted and self.state == "unloaded"
 
     def put(
         self, artifact: Artifact, prepared: Prepared, loaded: Loaded, resident: Resident

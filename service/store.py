@@ -86,6 +86,12 @@ class Store:
     def _change(self, entry: Entry, *, evict: bool = True) -> None:
         if not entry.changing.acquire(blocking=False):
             raise Problem("busy", "this mapper is being loaded; try again")
+        try:
+            self._load_anew(entry, evict)
+        finally:
+            entry.changing.release()
+
+    def _load_anew(self, entry: Entry, evict: bool) -> None:
         started = time.perf_counter()
         try:
             self._load(entry, evict)
@@ -96,8 +102,6 @@ class Store:
             if entry.prepared is None and not may_fit_later:
                 entry.state = "failed"
             raise
-        finally:
-            entry.changing.release()
 
     def unload(self, entry: Entry) -> None:
         """Let go of the weights; requests that use them finish first."""
@@ -242,29 +246,31 @@ class Store:
 
     def _fetch(self, entry: Entry) -> None:
         """Have it brought to the device; whoever asks meanwhile re-prefills."""
-        idle = entry.wanted and entry.state == "unloaded" and not entry.changing.locked()
-        if idle and not entry.fetching:
-            entry.fetching = True  # once, however many ask before a loader is free
+        if entry.asked_for():
             self._submit(self._fetchers, self._bring, entry)
 
     def _bring(self, entry: Entry) -> None:
-        try:
-            if entry.prepared is not None:
-                self._raise(entry)
-            elif entry.state == "unloaded":
-                self._change(entry)
-        except (KVTranslatorError, Problem) as error:
-            log.warning("mapper not loaded", id=entry.id, why=str(error))
-        finally:
-            entry.fetching = False
+        """Once more for those who have asked while it could not be brought: it may fit by now."""
+        while entry.still_asked_for():
+            try:
+                self._bring_once(entry)
+            except (KVTranslatorError, Problem) as error:
+                log.warning("mapper not loaded", id=entry.id, why=str(error))
+            except BaseException:
+                entry.fetching = False
+                raise
 
-    def _raise(self, entry: Entry) -> None:
-        """From host memory back to the device, unless another request's fetch was first."""
+    def _bring_once(self, entry: Entry) -> None:
+        """From host memory or from disk, unless whoever was loading it has done so."""
         with entry.changing:
             prepared, resident = entry.prepared, entry.resident
-            if entry.state == "unloaded" and prepared is not None and resident is not None:
-                with self._placed(entry, resident, prepared, evict=True) as loaded:
-                    entry.raised(loaded, resident)
+            if entry.state != "unloaded":
+                return
+            if prepared is None or resident is None:
+                self._load_anew(entry, evict=True)
+                return
+            with self._placed(entry, resident, prepared, evict=True) as loaded:
+                entry.raised(loaded, resident)
 
     def _why_not_servable(self, artifact: Artifact) -> str | None:
         # Asked once: it weighs every domain and length.

@@ -68,6 +68,21 @@ class Counting:
         del self.pinned[address]
 
 
+class Failing(Counting):
+    """One that has no memory for mapper ``a`` the first times, once it is let go on."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.goes_on = times, threading.Semaphore(0)
+
+    def translator(self, mapper: Mapper) -> Translator:
+        made = super().translator(mapper)
+        if mapper.source.model == "a" and self.placed.count("a") <= self.times:
+            assert self.goes_on.acquire(timeout=60)
+            raise MemoryError
+        return made
+
+
 def copied(affine: AffineMap) -> AffineMap:
     return AffineMap(affine.weight.clone(), affine.bias.clone(), affine.heads)
 
@@ -252,6 +267,45 @@ class TestResidency:
         entry_of(store, "a").wanted = True
         ask(store, "a")
         until(lambda: entry_of(store, "a").residency == "device")
+        store.close()
+
+    def test_who_asks_while_it_fails_has_it_tried_again(self, root: Path) -> None:
+        device = Failing(times=2)
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        ask(store, "a")
+        for tries in (1, 2):
+            until(lambda tries=tries: device.placed.count("a") == tries)  # type: ignore[misc]
+            ask(store, "a")
+            device.goes_on.release()
+        until(lambda: entry_of(store, "a").state == "ready")
+        assert device.placed.count("a") == 3
+        assert not entry_of(store, "a").fetching
+        store.close()
+
+    def test_nobody_who_asks_has_it_tried_no_more(self, root: Path) -> None:
+        device = Failing(times=1)
+        device.goes_on.release()
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        ask(store, "a")
+        until(lambda: not entry_of(store, "a").fetching)
+        assert (device.placed.count("a"), entry_of(store, "a").state) == (1, "unloaded")
+        ask(store, "a")
+        until(lambda: entry_of(store, "a").state == "ready")
+        store.close()
+
+    def test_who_asks_while_an_operators_load_fails_has_it_tried_again(self, root: Path) -> None:
+        device = Failing(times=1)
+        store = store_of(root, device, preload=("none-of-them",))
+        store.load_all()
+        with ThreadPoolExecutor(1) as operator:
+            loading = operator.submit(store.load, entry_of(store, "a"))
+            until(lambda: "a" in device.placed)
+            ask(store, "a")
+            device.goes_on.release()
+            assert isinstance(loading.exception(), NoRoom)
+        until(lambda: entry_of(store, "a").state == "ready")
         store.close()
 
     def test_the_preload_list_is_loaded_and_kept(self, root: Path) -> None:
