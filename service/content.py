@@ -64,15 +64,8 @@ class ContentGate:
         scores = evidence.score_limits if evidence else {}
         return cls(profile, source, skip_positions, profile.limit(FALSE_REFUSALS), scores)
 
-    def inspect(self, cache: Readable, request: TranslateRequest, domain: str | None) -> Inspected:
-        """Look at a source cache as received; ``domain`` is the one that its evidence is of."""
-        inspection = self.begin(request)
-        for keys, values in cache.layers():
-            inspection.add(keys, values)
-        return inspection.result(domain)
-
     def begin(self, request: TranslateRequest) -> "Inspection":
-        """The same a layer at a time, as they arrive."""
+        """Look at the source cache of a request, a layer at a time, as they arrive."""
         return Inspection(self, request)
 
     def judge(
@@ -133,7 +126,7 @@ class Inspection:
         self._peaks.append(largest_of(keys, values))
 
     def result(self, domain: str | None) -> Inspected:
-        """What is to be said of all layers; ``domain`` as for ``ContentGate.inspect``."""
+        """What is to be said of all layers; ``domain`` is the one that the evidence is of."""
         peaks = torch.stack(self._peaks, dim=1)
         if not bool(peaks.isfinite().all()):
             return Inspected("non_finite", float("nan"), {})

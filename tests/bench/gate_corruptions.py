@@ -30,7 +30,7 @@ from service.settings import Settings
 from service.upload import CONTENT_TYPE, Upload
 from tests.bench.corruptions import CORRUPTIONS, Context
 from tests.bench.gate_data import Family, Prefix, prefixes
-from tests.bench.gate_promise import Asked, document_for
+from tests.bench.gate_promise import Asked, content_reason, document_for
 
 ASKED = Asked("in_domain", "in_domain")
 DIGESTED = ("none", "exponent_bit_flipped", "exponent_bit_cleared", "lowest_bit_flipped")
@@ -106,7 +106,7 @@ def _seen(spoiler: Spoiler, name: str, *, named: bool = False) -> list[bool]:
         cache = spoiler.spoiled(name, i)
         said = {"sample_token_ids": spoiler.named_tokens(i)} if named else {}
         request = spoiler.request(i, cache, **said)
-        refused.append(gate.inspect(cache, request, ASKED.said).reason is not None)
+        refused.append(content_reason(gate, cache, request) is not None)
     return refused
 
 

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from mappers import artifact as artifacts
 from mappers.bounds import mean_bound
+from mappers.cache import Readable
 from mappers.evidence import Evidence, EvidenceRow
 from mappers.probe import PROBE_TOKENS
 from service import gate
 from service.breaker import Key
+from service.content import ContentGate
 from service.entry import Entry
 from service.gate import Ruling
 from service.guards import Standing
@@ -109,7 +111,7 @@ class Served:
         key = (id(measured), request.domain)
         if key not in self._content:
             content = self.entry.loaded.content
-            self._content[key] = content.inspect(measured.cache, request, request.domain).reason
+            self._content[key] = content_reason(content, measured.cache, request)
         return self._content[key]
 
     def outcome(self, measured: Measured, asked: Asked, policy: Policy) -> Outcome:
@@ -125,6 +127,14 @@ class Served:
             return Outcome(reason, 0, None)
         row = measured.row(tail=ruling.native_tail, probe_tokens=asked.probe_tokens)
         return Outcome(None, ruling.native_tail, row.kl)
+
+
+def content_reason(content: ContentGate, cache: Readable, request: TranslateRequest) -> str | None:
+    """What the content gate holds against a cache that is there as a whole."""
+    inspection = content.begin(request)
+    for keys, values in cache.layers():
+        inspection.add(keys, values)
+    return inspection.result(request.domain).reason
 
 
 def folds(
