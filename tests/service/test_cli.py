@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -438,6 +439,15 @@ class TestProcess:
         """However busy the machine is: a start is not timed here."""
         monkeypatch.setattr("service.demo.process.START_SECONDS", 300.0)
 
+    @pytest.fixture
+    def ctrl_c(self) -> Iterator[None]:
+        """Ends a program that is started here, also where a shell has started the tests in the
+        background: it has them ignore the signal, and what they start inherits that."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
+    @pytest.mark.usefixtures("ctrl_c")
     def test_serve_until_ctrl_c(self, artifacts: Path) -> None:
         from service.demo.process import ServerProcess
 
