@@ -1,15 +1,16 @@
 """Many clients at once, short requests beside long ones, and what loading and evicting costs.
 
-    python tests/bench/bench_load.py                                  # about four minutes
-    python tests/bench/bench_load.py --concurrency 8 --seconds 3 --no-loads
+    python tests/bench/bench_load.py                                  # about five minutes
+    python tests/bench/bench_load.py --concurrency 8 --seconds 3 --no-loads --memory-requests 0
 
 One JSON line a row on stdout, a table on stderr. ``case``: ``clients`` are as many clients as
 ``concurrency``, each with its next request as soon as its last is answered; ``short`` is one client
 of short requests, first ``alone``, then ``beside long``, while others send long ones without a
 pause (``slower``: over the median of ``alone``). ``errors`` are all answers but a translation, by
 ``reasons``, and count in no time. ``cold load`` reads an artifact that the system has forgotten,
-``warm load`` one that it has just read, ``eviction`` one for which another must leave. Mappers are
-random: the service is told to do without evidence.
+``warm load`` one that it has just read, ``eviction`` one for which another must leave. ``memory``
+is a server that answers one short request after the other: ``bytes_per_request`` is the slope of a
+line through its own memory. Mappers are random: the service is told to do without evidence.
 """
 
 import os
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import linear_regression, median, quantiles
 from typing import Annotated
 
 import torch
@@ -36,10 +37,11 @@ from service.demo.process import ServerProcess
 from service.logs import configure
 from service.settings import Settings
 from service.store import Store
-from tests.bench.bench_transport import request_of
+from tests.bench.bench_transport import own_bytes, request_of
 from tests.bench.rows import Row, told
 
 TIMEOUT_SECONDS = 600.0
+MEMORY_TOKENS, MEMORY_SAMPLES = 16, 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,9 @@ def main(
     buffers: Annotated[bool, typer.Option(help="shared memory instead of bodies")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="loads behind each median")] = 5,
     loads: Annotated[bool, typer.Option(help="measure loading as well")] = True,
+    memory_requests: Annotated[
+        int, typer.Option(min=0, help="short requests, after one another, to see memory over")
+    ] = 9000,
 ) -> None:
     """Print a JSON line for every case, and a table."""
     about = {"geometry": geometry, "recipe": recipe, "k": k, "dtype": dtype}
@@ -98,6 +103,9 @@ def main(
             for clients in concurrency:
                 yield _clients(served.url, load, clients, tokens)
             yield from _fairness(served.url, load, tokens, long_tokens, long_clients)
+        if memory_requests:
+            with _service(folder, threads, 1) as served:
+                yield _memory(served, load, memory_requests)
         if loads:
             other = publish_random(geometry, "head_local", k, torch.float32, folder / "other")
             yield from _loads(path, other, rounds)
@@ -176,6 +184,23 @@ def _ask(url: str, load: Load, tokens: int, tally: Tally, ready: threading.Barri
                 tally.seconds.append(time.perf_counter() - started)
             else:
                 tally.reasons[outcome.reason] += 1
+
+
+def _memory(served: ServerProcess, load: Load, requests: int) -> Row:
+    """What the server's own memory grows by, from request to request."""
+    cache = random_cache(load.pair, MEMORY_TOKENS, DTYPES[load.dtype], "cpu")
+    request = request_of(load.pair, MEMORY_TOKENS, load.dtype)
+    sizes: dict[int, int] = {}
+    with ExitStack() as held:
+        client = held.enter_context(Client(served.url, timeout=TIMEOUT_SECONDS))
+        shared = held.enter_context(client.buffers()) if load.buffers else None
+        for number in range(requests):
+            client.translate(cache, request, buffers=shared, strict=True)
+            if number % (requests // MEMORY_SAMPLES or 1) == 0:
+                sizes[number] = own_bytes(served.pid)
+    slope = linear_regression(list(sizes), list(sizes.values())).slope
+    said = {"tokens": MEMORY_TOKENS, "requests": requests, "bytes_per_request": round(slope, 1)}
+    return {"case": "memory", **said, "grown_bytes": max(sizes.values()) - min(sizes.values())}
 
 
 def _loads(path: Path, other: Path, rounds: int) -> Iterator[Row]:

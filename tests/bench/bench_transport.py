@@ -186,11 +186,11 @@ def _echoed(
 
 def _peak_bytes(pid: int, step: Step) -> int:
     """How far a process's own memory (not what it shares) grows while it serves a step."""
-    before, peak, done = _own_bytes(pid), [0], threading.Event()
+    before, peak, done = own_bytes(pid), [0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            peak[0] = max(peak[0], _own_bytes(pid))
+            peak[0] = max(peak[0], own_bytes(pid))
             time.sleep(0.001)
 
     watcher = threading.Thread(target=watch)
@@ -201,7 +201,8 @@ def _peak_bytes(pid: int, step: Step) -> int:
     return max(0, peak[0] - before)
 
 
-def _own_bytes(pid: int) -> int:
+def own_bytes(pid: int) -> int:
+    """Memory of a process that it does not share."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(found[1]) * 1024 if found else 0
 
