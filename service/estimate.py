@@ -2,68 +2,87 @@
 
 import math
 from bisect import bisect
+from collections import Counter
 from typing import NamedTuple
 
-MEMORY = 0.95
+RECENT = 9
+DOUBT = 0.98
 
 
-class Mean(NamedTuple):
-    """Of the translations of about one length, older ones fading."""
+class Made(NamedTuple):
+    """One translation."""
 
-    tokens: float
+    tokens: int
     seconds: float
-    weight: float = 1.0
 
-    def after(self, tokens: int, seconds: float) -> "Mean":
-        """With one more."""
-        share = 1 / (MEMORY * self.weight + 1)
-        return Mean(
-            self.tokens + share * (tokens - self.tokens),
-            self.seconds + share * (seconds - self.seconds),
-            1 / share,
-        )
+    @property
+    def slowness(self) -> float:
+        """Seconds a token."""
+        return self.seconds / self.tokens
 
 
 class RunningFit:
-    """Seconds against tokens for one mapper on one device: straight pieces through the means of
-    length buckets, which are powers of two.
+    """Seconds against tokens for one mapper on one device: straight pieces through one translation
+    of each length bucket, which are powers of two.
 
-    A bucket fades with its own translations only, so a thousand short ones do not make it forget
-    how long a long one takes. Beyond the first and the last mean their piece goes on, as far as
-    neither the fixed time nor the time a token gets negative; a single mean is proportional.
+    It is the one of median speed among the last ``RECENT`` of its bucket, so a few that were slow
+    for a reason of the moment (page faults, another process) do not count. A bucket forgets with
+    its own translations only, so a thousand short ones leave it what it knows of long ones. Beyond
+    the first and the last their piece goes on, as far as neither the fixed time nor the time a
+    token gets negative; a single one is proportional.
+
+    What is refused measures nothing, so a prediction that is wrong and only refuses would stay
+    wrong. Therefore each refusal of its own making is a doubt: it makes the prediction count
+    ``DOUBT`` times as much against the next request of about that length, until one is let through
+    and shows what is true; then it counts in full. What is predicted to take twice as long as it
+    may is tried after 35 refusals, ten times as long after 114.
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, Mean] = {}
+        self._recent: dict[int, tuple[Made, ...]] = {}
+        self._middle: dict[int, Made] = {}
+        self._doubts: Counter[int] = Counter()
 
     def add(self, tokens: int, seconds: float) -> None:
         """One translation of ``tokens`` tokens; what is no time teaches nothing."""
         if tokens < 1 or not 0 <= seconds < math.inf:
             return
         bucket = tokens.bit_length()
-        before = self._means.get(bucket)
-        now = Mean(tokens, seconds) if before is None else before.after(tokens, seconds)
+        recent = (*self._recent.get(bucket, ()), Made(tokens, seconds))[-RECENT:]
+        middle = sorted(recent, key=lambda made: made.slowness)[(len(recent) - 1) // 2]
+        self._recent[bucket] = recent
         # A new dict: other threads go on with the one that they have.
-        self._means = {**self._means, bucket: now}
+        self._middle = {**self._middle, bucket: middle}
 
     def seconds(self, tokens: int) -> float | None:
         """Expected time for ``tokens`` tokens; None before the first observation."""
-        means = sorted(self._means.values())
-        if not means:
+        points = sorted(self._middle.values())
+        if not points:
             return None
-        at = bisect([mean.tokens for mean in means], tokens)
-        if 0 < at < len(means):
-            left, right = means[at - 1 : at + 1]
+        at = bisect([point.tokens for point in points], tokens)
+        if 0 < at < len(points):
+            left, right = points[at - 1 : at + 1]
             return _along(left, _slope(left, right), tokens)
-        end, inner = (means[0], means[1:2]) if at == 0 else (means[-1], means[-2:-1])
-        steepest = end.seconds / end.tokens
-        slope = min(max(0.0, _slope(end, inner[0])), steepest) if inner else steepest
+        end, inner = (points[0], points[1:2]) if at == 0 else (points[-1], points[-2:-1])
+        slope = min(max(0.0, _slope(end, inner[0])), end.slowness) if inner else end.slowness
         return _along(end, slope, tokens)
 
+    def trust(self, tokens: int) -> float:
+        """The share of a prediction, from 0 to 1, that counts against a prompt of ``tokens``."""
+        return float(DOUBT ** self._doubts[tokens.bit_length()])
 
-def _slope(one: Mean, other: Mean) -> float:
+    def doubt(self, tokens: int) -> None:
+        """A prompt of ``tokens`` was refused for what was predicted."""
+        self._doubts[tokens.bit_length()] += 1
+
+    def believe(self, tokens: int) -> None:
+        """One was let through, whatever was predicted."""
+        del self._doubts[tokens.bit_length()]
+
+
+def _slope(one: Made, other: Made) -> float:
     return (other.seconds - one.seconds) / (other.tokens - one.tokens)
 
 
-def _along(mean: Mean, slope: float, tokens: int) -> float:
-    return max(0.0, mean.seconds + slope * (tokens - mean.tokens))
+def _along(point: Made, slope: float, tokens: int) -> float:
+    return max(0.0, point.seconds + slope * (tokens - point.tokens))

@@ -38,6 +38,8 @@ class Ruling:
     """The gate's answer: ``reason`` None means translate the first ``tokens`` rows.
 
     ``provisional``: there is a probe whose error is not known yet, so the gate will rule again.
+    ``too_slow``: the predicted time of the translation itself, if ``trust`` in it were whole, would
+    be what speaks against it. Where it is let through all the same, that is to measure it.
     """
 
     reason: str | None
@@ -49,6 +51,8 @@ class Ruling:
     rows: int
     unproven: bool
     expected_seconds: float | None
+    trust: float = 1.0
+    too_slow: bool = False
     provisional: bool = False
     probe_error: float | None = None
     expected_kl: float | None = None
@@ -57,6 +61,11 @@ class Ruling:
     def detail(self) -> str | None:
         """One sentence for people."""
         return None if self.reason is None else DETAILS[self.reason]
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the prediction alone has refused it."""
+        return self.too_slow and self.reason in ("below_break_even", "would_miss_deadline")
 
     @property
     def drift(self) -> float:
@@ -72,19 +81,23 @@ def rule(
     allow_unproven: bool,
     pending_seconds: float,
     left_seconds: float = math.inf,
+    trust: float = 1.0,
     probe_error: float | None = None,
 ) -> Ruling:
     """Weigh the time, the evidence, and what became of earlier answers.
 
     ``pending_seconds``: the expected wait for the device. ``left_seconds``: how long the caller
-    waits. ``probe_error`` None, where the request has a probe: not known yet, so what may pass
-    passes.
+    waits. ``trust``: the share of what is predicted for the translation itself that counts
+    (``service/estimate.py``). ``probe_error`` None, where the request has a probe: not known yet,
+    so what may pass passes.
     """
     policy = standing.policy
     max_kl = min(policy.max_kl, request.max_kl or math.inf)
     known = _known_prefix(entry, request)
     verdict, unproven = Verdict("reprefill", "below_break_even", 0, None, 0), False
-    if _worth_it(entry, request, policy, _smallest_tail(entry, policy)):
+    time = _Time(entry, request, policy, pending_seconds, left_seconds)
+    smallest = _smallest_tail(entry, policy)
+    if time.worth_it(smallest, trust):
         verdict, unproven = _weigh(
             entry,
             request,
@@ -94,27 +107,27 @@ def rule(
             probe_error=probe_error,
             unproven=allow_unproven,
         )
-    worth_it = _worth_it(entry, request, policy, verdict.native_tail)
-    tokens = request.tokens - verdict.native_tail
+    tail = verdict.native_tail
+    tokens = request.tokens - tail
     expected = entry.timing.seconds(tokens)
-    done_seconds = pending_seconds + (expected or 0.0)
-    late = comes_too_late(request, verdict.native_tail, done_seconds, left_seconds)
     reason = (
         verdict.reason
-        or (None if worth_it else "below_break_even")
+        or (None if time.worth_it(tail, trust) else "below_break_even")
         or _worn(request, standing, max_kl if verdict.kl_bound is None else verdict.kl_bound)
-        or ("would_miss_deadline" if late else None)
+        or ("would_miss_deadline" if time.late(tail, trust) else None)
     )
     return Ruling(
         reason=reason,
         tokens=0 if reason else tokens,
-        native_tail=0 if reason else verdict.native_tail,
+        native_tail=0 if reason else tail,
         prefix=known.slice(0, tokens) if known is not None and not reason else None,
         kl_bound=verdict.kl_bound,
         max_kl=max_kl,
         rows=verdict.rows,
         unproven=unproven,
         expected_seconds=None if expected is None else pending_seconds + expected,
+        trust=trust,
+        too_slow=time.is_predicted_away(smallest, tail),
         provisional=request.probe is not None and probe_error is None,
         probe_error=probe_error,
     )
@@ -145,14 +158,37 @@ def _smallest_tail(entry: Entry, policy: Policy) -> int:
     return min(policy.native_tails or measured, default=UNPROVEN_TAIL)
 
 
-def _worth_it(entry: Entry, request: TranslateRequest, policy: Policy, native_tail: int) -> bool:
-    """Whether translating takes less time than reading what is translated; true if unknown."""
-    reading = _reading_seconds(request, policy)
-    tokens = max(0, request.tokens - native_tail)
-    expected = entry.timing.seconds(tokens)
-    if reading is None or expected is None:
-        return True
-    return expected < reading * tokens / request.tokens
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """What a request takes and what its caller has; ``share`` is that of the prediction of the
+    translation itself that is held against it."""
+
+    entry: Entry
+    request: TranslateRequest
+    policy: Policy
+    pending_seconds: float
+    left_seconds: float
+
+    def worth_it(self, native_tail: int, share: float = 1.0) -> bool:
+        """Whether translating takes less time than reading what is translated; true if unknown."""
+        reading = _reading_seconds(self.request, self.policy)
+        tokens = max(0, self.request.tokens - native_tail)
+        expected = self.entry.timing.seconds(tokens)
+        if reading is None or expected is None:
+            return True
+        return share * expected < reading * tokens / self.request.tokens
+
+    def late(self, native_tail: int, share: float = 1.0) -> bool:
+        """Whether it comes too late."""
+        expected = self.entry.timing.seconds(self.request.tokens - native_tail) or 0.0
+        done_seconds = self.pending_seconds + share * expected
+        return comes_too_late(self.request, native_tail, done_seconds, self.left_seconds)
+
+    def is_predicted_away(self, smallest: int, native_tail: int) -> bool:
+        """Whether it would be refused for the whole prediction, and would not without any."""
+        worth_it = self.worth_it(smallest) and self.worth_it(native_tail)
+        refused = not worth_it or self.late(native_tail)
+        return refused and not self.late(native_tail, share=0.0)
 
 
 def _reading_seconds(request: TranslateRequest, policy: Policy) -> float | None:

@@ -74,6 +74,8 @@ def plan(
     service.lifecycle.check_open()
     entry = _identify_pair(service, request, named_mapper)
     standing, ruling = _cheap_gate(service, entry, request, client, deadline)
+    if ruling.doubtful:
+        entry.timing.doubt(request.tokens)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
     return Plan(
@@ -100,6 +102,10 @@ def _judge(call: Call, request: TranslateRequest) -> Judged:
     entry = _identify_pair(call.service, request, call.named_mapper)
     call.ledger.pair = entry.id
     standing, ruling = _cheap_gate(call.service, entry, request, call.client, call.deadline)
+    if ruling.doubtful:
+        entry.timing.doubt(request.tokens)
+    elif ruling.too_slow and ruling.reason is None:
+        entry.timing.believe(request.tokens)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
     return Judged(call, entry, request, standing, ruling)
 
@@ -133,6 +139,7 @@ def _cheap_gate(
             allow_unproven=service.settings.allow_unproven,
             pending_seconds=service.worker.turns.ahead_seconds(_expected(entry, request.tokens)),
             left_seconds=deadline.left_seconds(),
+            trust=entry.timing.trust(request.tokens),
         )
 
 
@@ -193,6 +200,7 @@ def _probing(judged: Judged, target: Side) -> Probing | None:
             judged.standing,
             allow_unproven=judged.call.service.settings.allow_unproven,
             pending_seconds=0.0,  # it has its turn on the device already
+            trust=judged.ruling.trust,
             probe_error=error,
         )
 
@@ -252,10 +260,10 @@ async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
 
 def _too_late(judged: Judged, turn: Turn, work: Translation) -> bool:
     """Whether the turn has come too late for what is left to do, whatever was predicted."""
-    waited = work.space.complete_for_seconds()
+    waited, ruling = work.space.complete_for_seconds(), judged.ruling
     left = judged.call.deadline.left_seconds() + waited
-    tail = judged.ruling.native_tail
-    return gate.comes_too_late(judged.request, tail, waited + turn.left_seconds, left)
+    done_seconds = waited + ruling.trust * turn.left_seconds
+    return gate.comes_too_late(judged.request, ruling.native_tail, done_seconds, left)
 
 
 @contextlib.asynccontextmanager

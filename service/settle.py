@@ -18,6 +18,7 @@ log = structlog.get_logger("service.settle")
 def settle(approved: Approved, cut: Cut | None) -> None:
     """Count what became of an answer that had begun; ``cut`` None: all of it was sent."""
     call = approved.judged.call
+    _learn(approved)
     match cut:
         case None:
             _sent(approved)
@@ -27,6 +28,14 @@ def settle(approved: Approved, cut: Cut | None) -> None:
         case "fault":
             call.service.metrics.aborted.labels(cut).inc()
             call.ledger.close("failed", _fault(approved.running))
+
+
+def _learn(approved: Approved) -> None:
+    """What was computed to its end has shown how long that takes, whoever has read it."""
+    judged, running = approved.judged, approved.running
+    work, future = running.work, running.future
+    if future.done() and future.exception() is None and work.complete:
+        judged.entry.timing.add(judged.ruling.tokens, sum(work.seconds.values()))
 
 
 def _fault(running: Running) -> str:
@@ -41,7 +50,6 @@ def _fault(running: Running) -> str:
 def _sent(approved: Approved) -> None:
     judged, running = approved.judged, approved.running
     metrics, pair, ruling = judged.call.service.metrics, judged.entry.id, judged.ruling
-    judged.entry.timing.add(ruling.tokens, sum(running.work.seconds.values()))
     observe_stages(metrics, running.work.seconds)
     egress = time.perf_counter() - running.started_seconds
     metrics.stage_seconds.labels("egress").observe(egress)

@@ -73,6 +73,11 @@ class Translation:
         return answer
 
     @property
+    def complete(self) -> bool:
+        """Whether all target layers are written."""
+        return self.refusal is None and self.ready_layers == self.target.geometry.layers
+
+    @property
     def milestones_bytes(self) -> list[int]:
         """Ends of the parts of ``space.received`` with which there is something more to do."""
         return sorted({*self._source.needed_bytes, self.space.received.numel()})

@@ -30,7 +30,7 @@ from tests.service.asgi import Answer, Message, post
 from tests.service.pair import good
 from tests.service.reporting import BREAKS, Clock
 from tests.service.sharing import fetched
-from tests.service.test_faults import counted, run
+from tests.service.test_faults import break_third, counted, hook, run, telling
 
 TOKENS, ANSWERED = 32, 31
 PREDICTED = 5.0
@@ -161,6 +161,90 @@ class TestDeadline:
         assert answers[0].headers["kvt-reason"] == "would_miss_deadline"
         assert counted(service) == {("reprefill", "would_miss_deadline"): 1}
         assert not metric(service, "kvt_stage_seconds_count", stage="translate")
+
+    @pytest.mark.parametrize("asking", ["deadline", "reprefill_ms", "plan"])
+    def test_a_prediction_that_is_wrong_and_only_refuses_is_tried(
+        self, settings: Settings, asking: str
+    ) -> None:
+        """One measurement was slow, and nobody asks without a limit: half of what is predicted."""
+        request = good(reprefill_ms=PREDICTED * 500) if asking == "reprefill_ms" else good()
+        header = {} if asking == "reprefill_ms" else {"kvt-deadline-ms": str(int(PREDICTED * 500))}
+
+        async def refused(app: FastAPI) -> bool:
+            if asking != "plan":
+                return (await post(app, request, **header)).headers["kvt-decision"] == "reprefill"
+            async with http(app) as client:
+                said = request.document
+                plan = (await client.post("/translate/plan", json=said, headers=header)).json()
+            assert plan["expected_ms"] == PREDICTED * 1000
+            return bool(plan["decision"] == "reprefill")
+
+        async def test(app: FastAPI) -> None:
+            predict(app)
+            tries = 0
+            while await refused(app):
+                tries += 1
+                assert tries < 100
+            assert tries >= 30
+            [entry] = service_of(app).store.entries
+            if asking == "plan":  # which measures nothing
+                assert not await refused(app)
+                assert (await post(app, request, **header)).headers["kvt-decision"] == "translate"
+            found = entry.timing.seconds(ANSWERED)
+            assert found is not None
+            assert found < PREDICTED / 2
+            assert entry.timing.trust(TOKENS) == 1.0
+
+        run(settings, test)
+
+    def test_one_that_was_right_goes_on_to_refuse(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        header = {"kvt-deadline-ms": str(int(PREDICTED * 500))}
+        asked: list[bool] = []
+
+        async def test(app: FastAPI) -> None:
+            predict(app)
+            [entry] = service_of(app).store.entries
+            real = entry.timing.add
+            monkeypatch.setattr(entry.timing, "add", lambda tokens, _: real(tokens, PREDICTED))
+            for _ in range(3 * 36):
+                answer = await post(app, good(), **header)
+                asked.append(answer.headers["kvt-decision"] == "translate")
+
+        run(settings, test)
+        assert [number for number, tried in enumerate(asked) if tried] == [35, 71, 107]
+
+    def test_what_was_computed_to_its_end_is_learned_from_whoever_reads_it(
+        self, settings: Settings
+    ) -> None:
+        """A caller that is let through to be measured may leave when its deadline is over."""
+
+        async def leave(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        async def test(app: FastAPI) -> None:
+            [entry] = service_of(app).store.entries
+            entry.timing.__init__()  # type: ignore[misc]
+            assert (await post(app, good(), on_send=leave)).aborted
+            assert entry.timing.seconds(ANSWERED) is not None
+
+        service = run(settings.model_copy(update={"body_grace_seconds": 0.5}), test)
+        assert counted(service) == {("disconnected", "client_disconnect"): 1}
+
+    def test_what_was_cut_short_teaches_nothing(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def test(app: FastAPI) -> None:
+            [entry] = service_of(app).store.entries
+            entry.timing.__init__()  # type: ignore[misc]
+            begun = threading.Event()
+            hook(monkeypatch, break_third, begun)
+            assert (await post(app, good(), on_send=telling(begun))).cut
+            assert entry.timing.seconds(ANSWERED) is None
+
+        run(settings, test)
 
     def test_a_plan_knows_it_too(self, settings: Settings) -> None:
         async def test(app: FastAPI) -> None:

@@ -182,6 +182,50 @@ def test_time_decides_last(timed: Entry) -> None:
     assert ruling(entry, request(**tight)).reason == "below_break_even"
 
 
+def doubted(entry: Entry, asked: TranslateRequest, **times: float) -> Ruling:
+    standing = Standing(Settings(), ("pair", "chat", 64), "closed", probe_free=True, spent=0.0)
+    given = {"pending_seconds": 0.0, **times}
+    return rule(entry, asked, standing, allow_unproven=False, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [
+        ({"reprefill_ms": 20.0}, {}),
+        ({"reprefill_ms": 42.0}, {"pending_seconds": 0.01}),
+        ({}, {"left_seconds": 0.02}),
+    ],
+)
+def test_a_prediction_that_is_trusted_less_lets_a_request_through(
+    timed: Entry, said: dict[str, float], times: dict[str, float]
+) -> None:
+    refused = doubted(timed, request(**said), **times)
+    assert (refused.reason is None, refused.doubtful, refused.trust) == (False, True, 1.0)
+    tried = doubted(timed, request(**said), trust=0.4, **times)
+    assert (tried.reason, tried.too_slow, tried.doubtful) == (None, True, False)
+    # What a plan says is what is expected all the same.
+    assert tried.expected_seconds == pytest.approx(0.039 + times.get("pending_seconds", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [
+        ({}, {"left_seconds": 0.02, "pending_seconds": 0.03}),  # it waits too long as it is
+        ({}, {"left_seconds": 0.0}),
+        ({"domain": "law"}, {"left_seconds": 0.02}),
+        ({"max_kl": 1e-6}, {"left_seconds": 0.02}),
+        ({}, {"left_seconds": 1.0}),
+    ],
+)
+def test_only_a_refusal_that_the_prediction_alone_makes_is_a_doubt(
+    timed: Entry, said: dict[str, Any], times: dict[str, float]
+) -> None:
+    found = doubted(timed, request(**said), **times)
+    assert not found.doubtful
+    if found.reason is None:
+        assert not found.too_slow
+
+
 @pytest.mark.parametrize(
     ("changes", "score", "expected"),
     [

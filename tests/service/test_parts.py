@@ -72,6 +72,33 @@ class TestRunningFit:
         fit.add(1000, 1.0)
         assert fit.seconds(4000) == 1.0
 
+    @pytest.mark.parametrize("slow", range(5))
+    def test_a_few_that_were_slow_do_not_count(self, slow: int) -> None:
+        fit = RunningFit()
+        for seconds in [1.0] * 5 + [50.0] * slow:
+            fit.add(64, seconds)
+        assert fit.seconds(64) == 1.0
+
+    def test_the_first_that_is_right_mends_a_first_that_was_slow(self) -> None:
+        fit = RunningFit()
+        fit.add(100, 50.0)
+        fit.add(90, 0.9)
+        assert fit.seconds(100) == pytest.approx(1.0)
+
+    def test_refusals_make_it_count_less_until_one_is_let_through(self) -> None:
+        fit = RunningFit()
+        fit.add(64, 1.0)
+        shares = []
+        for _ in range(114):
+            shares.append(fit.trust(64))
+            fit.doubt(64)
+        assert (shares[0], shares[34], shares[35]) == (1.0, 0.98**34, 0.98**35)
+        assert shares[35] < 1 / 2 < shares[34]
+        assert fit.trust(64) < 1 / 10 < shares[113]
+        assert (fit.seconds(64), fit.trust(128), fit.trust(63)) == (1.0, 1.0, 1.0)
+        fit.believe(64)
+        assert fit.trust(64) == 1.0
+
     @quick
     @given(some.lists(some.tuples(LENGTHS, TIMES), min_size=1, max_size=20), LENGTHS)
     def test_is_always_a_time(self, seen: list[tuple[int, float]], tokens: int) -> None:
