@@ -4,6 +4,7 @@ The books (``service/buffers.py``) and the socket (``service/buffer_socket.py``)
 either kind than is said here. Allocating and freeing may take long and are done on a thread.
 """
 
+import socket
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -29,6 +30,10 @@ class Memory(Protocol):
     @property
     def held_elsewhere(self) -> bool:
         """Whether a client still has it open or mapped."""
+
+    def follow(self, holder: socket.socket) -> None:
+        """Told of the connection over which a handle is about to go, which the client may keep open
+        for as long as it has the memory mapped. Raises ``Problem`` for one holder too many."""
 
     def handle(self) -> int:
         """A new descriptor that goes to the client; the caller closes it."""

@@ -8,11 +8,13 @@ import resource
 from collections.abc import Collection, Mapping
 
 from service.allocators import Kind
+from service.device_pool import HOLDERS
 from service.errors import Problem
 from service.lease import Lease
 from service.memfd import DESCRIPTORS
 
 LEASES_A_CLIENT = 64
+_DESCRIPTORS: dict[Kind, int] = {"host": DESCRIPTORS, "cuda": DESCRIPTORS + HOLDERS}
 
 
 class Budgets:
@@ -34,9 +36,10 @@ class Budgets:
         mine = [lease for lease in leases if lease.client == asked.client]
         said = f"a client has at most {LEASES_A_CLIENT} buffers"
         _check(len(mine) < LEASES_A_CLIENT, "buffer_budget", said, mine, now)
-        most = most_leases()
-        said = f"the descriptors for buffers, of {most}, are taken"
-        _check(len(leases) < most, "out_of_memory", said, leases, now)
+        most = most_descriptors()
+        said = f"the descriptors for buffers, {most}, are taken"
+        needed = sum(_DESCRIPTORS[lease.kind] for lease in (asked, *leases))
+        _check(needed <= most, "out_of_memory", said, leases, now)
 
         def fits(holders: Collection[Lease], nbytes: int) -> bool:
             taken = sum(lease.cost_bytes for lease in holders if lease.kind == kind)
@@ -48,10 +51,10 @@ class Budgets:
         _check(fits(leases, limit), "out_of_memory", said, leases, now)
 
 
-def most_leases() -> int:
-    """So many take half of the descriptors that this process may have open."""
+def most_descriptors() -> int:
+    """Half of those that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft // (2 * DESCRIPTORS)
+    return soft // 2
 
 
 def _check(enough: bool, code: str, detail: str, holders: Collection[Lease], now: float) -> None:

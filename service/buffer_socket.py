@@ -22,7 +22,7 @@ import structlog
 
 from mappers.errors import KVTranslatorError
 from service.buffers import Buffers
-from service.device_pool import Opener, Slice, opened
+from service.device_pool import Line, Opener, Slice, opened
 from service.errors import CODES, Problem
 from service.lease import LEASE_ID
 from service.logs import described
@@ -129,6 +129,7 @@ class BufferSocket:
             return
         try:
             memory = await self._buffers.fetch(lease_id, uid)
+            memory.follow(connection)
         except Problem as problem:
             connection.send(problem.code.encode())
             return
@@ -141,29 +142,32 @@ class BufferSocket:
 
 def fetch(path: str, lease_id: str, nbytes: int) -> SharedMemory:
     """The client's end: the memory of its lease. Raises NotHandedOver, or BadMemory."""
-    descriptor, _ = _handed_over(path, lease_id)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        descriptor, _ = _handed_over(connection, path, lease_id)
     return attach(descriptor, nbytes)
 
 
 def fetch_slice(path: str, lease_id: str, nbytes: int, opener: Opener) -> Slice:
-    """The same of a lease of a device's memory, which ``opener`` opens."""
-    descriptor, where = _handed_over(path, lease_id)
+    """The same of a lease of a device's memory, which ``opener`` opens; the connection is kept for
+    as long as any view of it lives."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        descriptor, where = _handed_over(connection, path, lease_id)
+        line = Line(connection)
     page = attach(descriptor, 0)
     try:
-        return opened(where, page, nbytes, opener)
+        return opened(where, page, nbytes, opener, line)
     except BaseException:
         page.close()
         raise
 
 
-def _handed_over(path: str, lease_id: str) -> tuple[int, bytes]:
+def _handed_over(connection: socket.socket, path: str, lease_id: str) -> tuple[int, bytes]:
     """The one descriptor, and what was said with it. Raises NotHandedOver."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(CLIENT_SECONDS)
-            connection.connect(path)
-            connection.send(lease_id.encode())
-            message, descriptors, flags = _received(connection)
+        connection.settimeout(CLIENT_SECONDS)
+        connection.connect(path)
+        connection.send(lease_id.encode())
+        message, descriptors, flags = _received(connection)
     except OSError as error:
         raise NotHandedOver(f"the socket of the buffers: {_why(error)}") from error
     if message.startswith(OK) and len(descriptors) == 1 and not flags & socket.MSG_CTRUNC:

@@ -1,25 +1,34 @@
 """Leases of a device's memory: slices of one long-lived pool, with a host page for each.
 
 The page is a sealed memfd like that of host leases, without data: it carries the numbers that say
-how far a translation is, and a client holds it for as long as it looks at the slice, so the books
-know when a slice is free. Beside the descriptor a client gets a typed message: what to open, and
+how far a translation is. Beside the descriptor a client gets a typed message: what to open, and
 where in it the slice lies.
+
+A slice is leased again only when nobody looks at it any more. A client holds the page for so long,
+and keeps the connection open over which both came; the slice is free when both are gone. What has a
+page mapped only some kernels say; a connection ends everywhere, also with its process.
 
 A pool can only be exported as a whole, and nothing takes it away again: whoever holds one lease can
 read and write all of them. Slices are zeroed when they are leased; they are not kept apart.
 """
 
+import os
+import select
+import socket
 from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from service.allocators import Memory
+from service.errors import Problem
 from service.memfd import BadMemory, SharedMemory, allocate
 from service.slices import Slices, aligned
 
 HANDLE_HEX = 128
 """Digits of a CUDA IPC handle, which is 64 bytes that nobody looks into."""
+HOLDERS = 4
+"""Connections that a lease may keep: each takes a descriptor of the service."""
 
 
 class Export(BaseModel):
@@ -59,6 +68,7 @@ class Slice:
 
     def __init__(self, data: Tensor, page: SharedMemory, export: Export) -> None:
         self.data, self._page, self.export = data, page, export
+        self._holders: list[socket.socket] = []
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +95,22 @@ class Slice:
 
     @property
     def held_elsewhere(self) -> bool:
-        """Whether a client still maps the page."""
-        return self._page.held_elsewhere
+        """Whether a client still keeps the connection, or maps the page."""
+        self._let_go_of_the_gone()
+        return bool(self._holders) or self._page.held_elsewhere
+
+    def follow(self, holder: socket.socket) -> None:
+        """It is held until this connection is closed at the other end."""
+        self._let_go_of_the_gone()
+        if len(self._holders) >= HOLDERS:
+            raise Problem("buffer_budget", f"at most {HOLDERS} connections hold a buffer")
+        self._holders.append(holder.dup())
+
+    def _let_go_of_the_gone(self) -> None:
+        gone = [holder for holder in self._holders if _ended(holder)]
+        for holder in gone:
+            self._holders.remove(holder)
+            holder.close()
 
     def handle(self) -> int:
         """A descriptor of the page."""
@@ -98,11 +122,28 @@ class Slice:
 
     def free(self) -> None:
         """Give the page back; the slice is its allocator's."""
+        self._hang_up()
         self._page.free()
 
     def close(self) -> None:
-        """Give the page's descriptor up."""
+        """Give the page's descriptor up, and the connections."""
+        self._hang_up()
         self._page.close()
+
+    def _hang_up(self) -> None:
+        for holder in self._holders:
+            holder.close()
+        self._holders.clear()
+
+
+class Line:
+    """The client's end of a connection, open until this is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._descriptor = os.dup(connection.fileno())
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
 
 class PoolAllocator:
@@ -136,12 +177,22 @@ class PoolAllocator:
         self._slices.give(memory.export.offset)
 
 
-def opened(message: bytes, page: SharedMemory, nbytes: int, opener: Opener) -> Slice:
-    """The client's end: a slice of ``nbytes`` and its page. Raises BadMemory."""
+def opened(
+    message: bytes, page: SharedMemory, nbytes: int, opener: Opener, line: Line | None = None
+) -> Slice:
+    """The client's end: a slice of ``nbytes`` and its page; views of it keep both, and the ``line``
+    over which they came. Raises BadMemory."""
     try:
         export = Export.model_validate_json(message)
     except ValidationError as error:
         raise BadMemory("what came with the lease does not say where its data lies") from error
     if export.nbytes != nbytes or export.offset + nbytes > export.pool_bytes:
         raise BadMemory(f"a lease of {nbytes} bytes does not lie where it is said to")
-    return Slice(opener(export, page), page, export)
+    return Slice(opener(export, (page, line)), page, export)
+
+
+def _ended(connection: socket.socket) -> bool:
+    """Whether the other end is closed; what was sent before does not matter."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))

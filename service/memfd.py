@@ -18,6 +18,7 @@ import errno
 import fcntl
 import mmap
 import os
+import socket
 from functools import cache
 
 import numpy as np
@@ -85,6 +86,10 @@ class SharedMemory:
     def handle(self) -> int:
         """A new descriptor of it, for another process; the caller closes it."""
         return _reopened(self.descriptor)
+
+    def follow(self, holder: socket.socket) -> None:
+        """Nothing depends on it: the kernel knows who maps a file, and if it does not say, these
+        pages are all the same never anyone else's."""
 
     def where(self) -> bytes:
         """The descriptor is all that another process needs."""

@@ -1,7 +1,11 @@
 """Leases of a device's memory: everything but the driver's own calls, over a pool of our own."""
 
 import asyncio
+import errno
+import fcntl
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,20 +19,21 @@ from starlette.testclient import TestClient
 from service import buffer_pair, cuda_ipc, sharing
 from service.allocators import Allocator, HostAllocator, Kind
 from service.app import create_app
-from service.buffer_socket import fetch_slice
+from service.buffer_socket import NotHandedOver, fetch_slice
 from service.buffers import Buffers
 from service.client import Client
 from service.cuda_ipc import CudaError, CudaPool
 from service.device import Cpu
-from service.device_pool import Export, PoolAllocator, opened
+from service.device_pool import HOLDERS, Export, PoolAllocator, Slice, opened
 from service.errors import Problem
-from service.memfd import BadMemory, allocate, attach, file_bytes
+from service.memfd import DESCRIPTORS, BadMemory, allocate, attach, file_bytes
 from service.metrics import Metrics
 from service.settings import Settings
 from service.slices import ALIGNED_BYTES
 from tests.service.device_memory import DIRT, FakePool, open_slice
 from tests.service.live import assert_problem
 from tests.service.pair import cache, good
+from tests.service.reporting import elsewhere
 from tests.service.sharing import Leased, Sharer
 from tests.service.test_client_buffers import Passing, assert_equal, request, translated
 
@@ -105,6 +110,19 @@ class TestBooks:
             "buffer_too_large", "", "buffer_budget", "", "out_of_memory",
         ]  # fmt: skip
 
+    def test_a_slices_connections_count_among_the_descriptors(
+        self, buffers: Buffers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def run() -> None:
+            half = 2 * (DESCRIPTORS + HOLDERS)
+            monkeypatch.setattr("resource.getrlimit", lambda _: (2 * half, 2 * half))
+            for client in "ab":
+                await buffers.open(client, 1, "cuda")
+            with pytest.raises(Problem, match=f"the descriptors for buffers, {half}, are taken"):
+                await buffers.open("c", 1, "cuda")
+
+        asyncio.run(run())
+
     def test_a_slice_is_not_leased_again_while_a_client_holds_its_page(
         self, buffers: Buffers
     ) -> None:
@@ -125,6 +143,117 @@ class TestBooks:
             await buffers.open("b", 1024, "cuda")
 
         asyncio.run(run())
+
+
+@pytest.fixture(params=[True, False], ids=["leases", "no leases"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says who has a file open, and one that does not."""
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, *given: int) -> int:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(errno.EINVAL, "leases are switched off")
+        return real(descriptor, command, *given)
+
+    if not request.param:
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+
+
+@pytest.mark.usefixtures("kernel")
+class TestHolders:
+    """A slice goes to nobody else before whoever has it mapped has let go of it."""
+
+    def lease(self, service: TestClient, nbytes: int = POOL_BYTES) -> dict[str, Any]:
+        answer = service.post("/buffers", json={"nbytes": nbytes, "kind": "cuda"})
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    def fetched(self, info: dict[str, Any]) -> Slice:
+        memory = fetch_slice(info["socket"], info["id"], info["nbytes"], open_slice)
+        memory.close()  # as the project's own client does
+        return memory
+
+    def refused(self, service: TestClient) -> None:
+        """To another tenant."""
+        asked = elsewhere(service, "192.0.2.7").post("/buffers", json={"nbytes": 1, "kind": "cuda"})
+        assert_problem(asked, 507, "out_of_memory")
+
+    def test_given_back_and_still_mapped(self, service: TestClient) -> None:
+        info = self.lease(service)
+        memory = self.fetched(info)
+        view = memory.data[10:20]
+        view.fill_(9)
+        del memory
+        assert service.delete(f"/buffers/{info['id']}").status_code == 204
+        self.refused(service)
+        assert view.tolist() == [9] * 10
+        del view
+        assert not self.fetched(self.lease(service)).data.any()
+
+    def test_expired_and_still_mapped(self, service: TestClient) -> None:
+        info = self.lease(service)
+        memory = self.fetched(info)
+        buffers = service.app.state.service.sharing.buffers
+        buffers._leases[info["id"]].expires_seconds = 0
+        self.refused(service)
+        assert not memory.data.any()
+        del memory
+        self.lease(service)
+
+    def test_a_process_that_is_killed_holds_nothing(self, service: TestClient) -> None:
+        info = self.lease(service)
+        program = (
+            "import sys, torch; from service.buffer_socket import fetch_slice;"
+            "held = fetch_slice(*sys.argv[1:3], int(sys.argv[3]),"
+            " lambda export, keep: setattr(sys, 'keep', keep) or torch.zeros(1));"
+            "print('held', flush=True); sys.stdin.read()"
+        )
+        said = (info["socket"], info["id"], str(info["nbytes"]))
+        with subprocess.Popen(
+            [sys.executable, "-c", program, *said], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"held\n"
+            assert service.delete(f"/buffers/{info['id']}").status_code == 204
+            self.refused(service)
+            other.kill()
+            other.wait()
+        self.lease(service)
+
+    def test_what_it_says_on_the_connection_changes_nothing(self, service: TestClient) -> None:
+        info = self.lease(service)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(info["socket"])
+            connection.send(info["id"].encode())
+            descriptor = socket.recv_fds(connection, 512, 1)[1][0]
+            os.close(descriptor)
+            connection.send(b"still here")
+            assert service.delete(f"/buffers/{info['id']}").status_code == 204
+            self.refused(service)
+        self.lease(service)
+
+    def test_so_many_and_no_more(self, service: TestClient) -> None:
+        info = self.lease(service)
+        before = len(os.listdir("/proc/self/fd"))
+        held = [self.fetched(info) for _ in range(HOLDERS)]
+        with pytest.raises(NotHandedOver, match="buffer_budget"):
+            self.fetched(info)
+        held.pop()
+        held.append(self.fetched(info))
+        assert service.delete(f"/buffers/{info['id']}").status_code == 204
+        held.clear()
+        self.lease(service)
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    def test_the_services_end_closes_them(self, service: TestClient) -> None:
+        info = self.lease(service)
+        memory = self.fetched(info)
+        buffers = service.app.state.service.sharing.buffers
+        slice_ = buffers._leases[info["id"]].memory
+        assert slice_.held_elsewhere
+        slice_.close()
+        assert not slice_._holders
+        assert memory.data.nbytes == POOL_BYTES
 
 
 class TestMessage:
