@@ -27,10 +27,10 @@ class Finish(NamedTuple):
     norm: Tensor | None = None
     table: RotaryTable | None = None
 
-    def of_rows(self, rows: slice) -> "Finish":
-        """The same for these tokens of the table's."""
-        table = None if self.table is None else self.table.slice(rows.start, rows.stop)
-        return self._replace(table=table)
+    def of(self, rows: slice, bias: Tensor | None) -> "Finish":
+        """The same for these tokens of the table's, and with this bias."""
+        table = self.table.slice(rows.start, rows.stop) if self.table else None
+        return Finish(bias, self.norm, table)
 
 
 def put(product: Tensor, out: Tensor, finish: Finish, proof: Tensor) -> None:

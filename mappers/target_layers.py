@@ -1,6 +1,6 @@
 """The target layers of one request, in order: source content times the maps, chunk by chunk."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +63,25 @@ class TargetLayers:
         self._workspace = torch.empty((rows, heads, dim), device=mapper.device)
 
     def __iter__(self) -> Iterator[Layer | None]:
-        for index, layer in enumerate(self._mapper.layers):
-            answer = self._request.answer
-            keys, values = answer[index] if answer else self._new_layer()
-            proof = _splice(self._request, index, keys, values)
-            if self._request.known < self._request.tokens:
-                rows = self._request.mapped
-                yield from self._map_layer(layer, keys[rows], values[rows], proof)
-            if not bool(proof.isfinite()):
-                raise NonFinite(f"target layer {index} would hold a NaN or an infinity")
-            yield keys, values
+        try:
+            for index in range(len(self._mapper.layers)):
+                yield (yield from self._layer(index))
+        finally:
+            self._content.close()
+
+    def _layer(self, index: int) -> Generator[None, None, Layer]:
+        answer, layers = self._request.answer, self._mapper.layers
+        keys, values = answer[index] if answer else self._new_layer()
+        proof = _splice(self._request, index, keys, values)
+        if self._request.known < self._request.tokens:
+            rows = self._request.mapped
+            yield from self._map_layer(layers[index], keys[rows], values[rows], proof)
+            # Before the host waits for the proof, that is for this layer.
+            for following in layers[index + 1 : index + 2]:
+                self._content.send_ahead(following.sources)
+        if not bool(proof.isfinite()):
+            raise NonFinite(f"target layer {index} would hold a NaN or an infinity")
+        return keys, values
 
     def _map_layer(
         self, layer: PreparedLayer, keys: Tensor, values: Tensor, proof: Tensor
@@ -113,7 +122,7 @@ class TargetLayers:
             for first in range(start, chunk.stop, self._block_tokens):
                 rows = slice(first, min(first + self._block_tokens, chunk.stop))
                 part = mapped[first - start : rows.stop - start]
-                put(part, out[rows], finish.of_rows(rows)._replace(bias=bias), proof)
+                put(part, out[rows], finish.of(rows, bias), proof)
 
     def _new_layer(self) -> Layer:
         dtype, device = self._request.dtype, self._mapper.device

@@ -17,7 +17,7 @@ fits do the same; with a later start position an approximation of the first rows
 Legend: T tokens, H kv heads, D head dim; ``_s`` source, ``_t`` target.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from mappers.content import SourceContent
 from mappers.content_memory import Apart, ContentMemory, InSlots, Layer
 from mappers.errors import LayoutError
 from mappers.geometry import head_groups
+from mappers.lanes import Lane, streams_of
 from mappers.mapper import LayerMap, Mapper
 from mappers.recipes import check_shapes, recipe_of
 from mappers.recipes.contract import Recipe
@@ -67,6 +68,7 @@ class Translator:
         self.chunk_tokens = chunk_tokens or (1024 if self.device.type == "cpu" else 8192)
         ropes = (mapper.source.rope, mapper.target.rope)
         self._planner = Planner(self.geometry, ropes, mapper.lags, self.device)
+        self._streams = streams_of(self.device)
         self._slots = self._side_by_side(mapper)
         self._mapper = self._prepared(mapper)
         self._wanted = frozenset(j for layer in mapper.layers for j in layer.sources)
@@ -100,7 +102,13 @@ class Translator:
             )
         layers, positions = source.layers(), source.positions
         return self.stream(
-            layers, positions, dtype=dtype, prefix=prefix, tokens=tokens, answer=answer
+            layers,
+            positions,
+            dtype=dtype,
+            prefix=prefix,
+            tokens=tokens,
+            answer=answer,
+            arrived=lambda layer: True,
         )
 
     def stream(
@@ -112,23 +120,33 @@ class Translator:
         prefix: KVCache | None = None,
         tokens: int | None = None,
         answer: Sequence[Layer] | None = None,
+        arrived: Callable[[int], bool] | None = None,
     ) -> Iterator[Layer]:
         """Keys (as the target caches them) and values of each target layer, in order.
 
         ``layers`` gives the source's keys and values in order, each ``[T, H_s, D_s]``, any float
-        dtype, and is read only as far as the next target layer needs. ``positions``: int64 ``[T]``,
-        absolute. ``prefix`` is the target's exact KV of the first tokens, which must be at
-        positions 0, 1, ...; it takes the place of the mapped. ``tokens`` limits the answer to the
-        first of them; all if None. Yields tensors ``[tokens, H_t, D_t]`` in ``dtype`` (float32,
-        float16 or bfloat16) on the translator's device, every element written: those of ``answer``
-        (keys and values of all target layers, any strides), or else new ones, contiguous.
+        dtype, and is read only as far as the next target layer needs; on a GPU also those that the
+        one after needs, if ``arrived`` says of a layer that it and all before it can be had without
+        waiting. They must stay as they are until the target layers that read them have come, or the
+        iterator is closed. ``positions``: int64 ``[T]``, absolute. ``prefix`` is the target's exact
+        KV of the first tokens, which must be at positions 0, 1, ...; it takes the place of the
+        mapped. ``tokens`` limits the answer to the first of them; all if None. Yields tensors
+        ``[tokens, H_t, D_t]`` in ``dtype`` (float32, float16 or bfloat16) on the translator's
+        device, every element written: those of ``answer`` (keys and values of all target layers,
+        any strides), or else new ones, contiguous.
 
         Raises LayoutError and ValueError at once for arguments that do not fit; while iterating,
         LayoutError for a source layer that does not, and NonFinite in place of a layer that holds a
         NaN or an infinity (or numbers whose sum overflows float32, which is no better).
         """
         steps = self.steps(
-            layers, positions, dtype=dtype, prefix=prefix, tokens=tokens, answer=answer
+            layers,
+            positions,
+            dtype=dtype,
+            prefix=prefix,
+            tokens=tokens,
+            answer=answer,
+            arrived=arrived,
         )
         return (layer for layer in steps if layer is not None)
 
@@ -141,6 +159,7 @@ class Translator:
         prefix: KVCache | None = None,
         tokens: int | None = None,
         answer: Sequence[Layer] | None = None,
+        arrived: Callable[[int], bool] | None = None,
     ) -> Iterator[Layer | None]:
         """``stream``, with None between chunks of tokens: there, as between layers, the caller may
         do other work first. Arguments and errors as there."""
@@ -154,6 +173,8 @@ class Translator:
             dtype=self.compute_dtype,
             block_tokens=block_tokens(self.geometry.source_width, self.chunk_tokens, self.device),
             memory=self._memory(request),
+            lane=Lane(self.device, self._streams),
+            arrived=arrived,
             repeats=request.repeats,
         )
         return iter(TargetLayers(self._mapper, content, request, self.chunk_tokens))

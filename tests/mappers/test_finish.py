@@ -52,10 +52,13 @@ def test_the_proof_does_not_stay_finite_when_a_number_is_not(bad: float) -> None
 
 
 def test_rows_of_a_finish_are_those_of_its_table(table: RotaryTable) -> None:
-    rows = Finish(table=table).of_rows(slice(2, 5)).table
-    assert rows is not None
-    assert torch.equal(rows.cos, table.cos[2:5])
-    assert Finish().of_rows(slice(2, 5)) == Finish()
+    norm, bias = numbers(0, DIM), numbers(1, HEADS * DIM)
+    part = Finish(norm=norm, table=table).of(slice(2, 5), bias)
+    assert part.table is not None
+    assert torch.equal(part.table.cos, table.cos[2:5])
+    assert part.norm is norm
+    assert part.bias is bias
+    assert Finish().of(slice(2, 5), None) == Finish()
 
 
 def test_stripping_undoes_the_rotation(table: RotaryTable) -> None:
