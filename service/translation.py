@@ -124,6 +124,13 @@ class Translation:
                 self._overflowed = True  # the gate may know a better reason
 
     def _may_work_ahead(self) -> bool:
+        """Whether there is a layer that can be translated before all of the source is here.
+
+        With a probe there is none. It says how many rows the answer has, which decides where each
+        layer lies and how its products are cut, so all would have to be guessed, and moved or made
+        again where the guess was wrong, with other bits. Scales over all tokens take its rows in.
+        And it is compared with a translation of source layers that would be gone by then.
+        """
         layers = self.target.geometry.layers
         if self.space.complete or self._probing is not None or self._overflowed:
             return False

@@ -18,13 +18,14 @@ from mappers.errors import NonFinite
 from mappers.layouts import Layout
 from mappers.translate import Translator
 from service.app import create_app
+from service.pages import Pages
 from service.settings import Settings
 from service.state import Service
 from tests.service.asgi import Answer, Message, post
 from tests.service.live import SAFETENSORS
 from tests.service.pair import Request, cache, good, mapper, raw
 from tests.service.sharing import Sharer
-from tests.service.test_faults import counted, run
+from tests.service.test_faults import counted, hook, one, run, skip_last, spoil_third
 
 TOKENS = 40
 PAGED = (Layout.VLLM_HN2D, Layout.VLLM_2BNHD)
@@ -256,6 +257,95 @@ def test_a_fault_while_it_arrives_is_a_problem(
             await post(feeding(app, feed(request)), request)
 
     assert counted(run(settings, test)) == {("failed", "internal"): 1}
+
+
+class TestLmcache:
+    """One tensor, values after all keys: there is nothing to send before the last layer is done."""
+
+    @staticmethod
+    def request(**changes: Any) -> Request:
+        return good(TOKENS, layout=Layout.LMCACHE, **changes)
+
+    def test_it_leaves_when_all_of_it_is_computed(
+        self, settings: Settings, translated: list[int]
+    ) -> None:
+        done_at_start: list[int] = []
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                done_at_start.extend(translated)
+
+        answer, service = one(settings, self.request(), on_send=note)
+        assert answer.finished
+        assert done_at_start == [0, 1, 2, 3]
+        assert int(answer.headers["content-length"]) == len(answer.body)
+        assert counted(service) == {("translate", ""): 1}
+
+    @pytest.mark.parametrize(("change", "said"), [(spoil_third, 200), (skip_last, 500)])
+    def test_a_fault_on_the_way_is_said_and_cuts_nothing_off(
+        self,
+        settings: Settings,
+        monkeypatch: pytest.MonkeyPatch,
+        change: Callable[[int, Any], Any],
+        said: int,
+    ) -> None:
+        hook(monkeypatch, change)
+        answer, _ = one(settings, self.request())
+        assert (answer.status, answer.finished, answer.aborted) == (said, True, False)
+        assert answer.headers["kvt-decision"] == "reprefill"
+        assert json.loads(answer.body)["decision"] == "reprefill"
+
+    def test_who_leaves_before_it_is_there_has_left_and_frees_all(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave, gone = asyncio.Event(), threading.Event()
+
+        def wait(index: int, layer: Any) -> Any:
+            if index == 2:
+                loop[0].call_soon_threadsafe(leave.set)
+                gone.wait(0.1)
+            return layer
+
+        async def test(app: FastAPI) -> None:
+            loop.append(asyncio.get_running_loop())
+            answers.append(await post(app, self.request(), leave=leave))
+
+        loop: list[asyncio.AbstractEventLoop] = []
+        answers: list[Answer] = []
+        hook(monkeypatch, wait)
+        service = run(settings, test)
+        assert answers[0].status == 499
+        assert counted(service) == {("disconnected", "client_disconnect"): 1}
+
+    def test_one_who_reads_too_slowly_is_given_the_same_time(self, settings: Settings) -> None:
+        """It counts from when there is something to read."""
+
+        async def stall(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        impatient = settings.model_copy(update={"body_grace_seconds": 0.2})
+        answer, service = one(impatient, self.request(), on_send=stall)
+        assert answer.aborted
+        assert counted(service) == {("disconnected", "client_disconnect"): 1}
+
+    def test_its_source_is_let_go_of_while_its_layers_are_read(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Keys and values of a layer lie far apart, and both go."""
+        gone: list[tuple[int, int]] = []
+        real = Pages.let_go
+
+        def let_go(self: Pages, begin: int, end: int) -> None:
+            gone.append((begin, end))
+            real(self, begin, end)
+
+        monkeypatch.setattr(Pages, "let_go", let_go)
+        request = self.request()
+        answer, _ = one(settings, request)
+        assert answer.finished
+        size = len(request.data) // (2 * 3)
+        assert sorted(gone) == [(at * size, (at + 1) * size) for at in range(6)]
 
 
 @pytest.fixture(scope="module")
