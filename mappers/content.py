@@ -113,10 +113,11 @@ class SourceContent:
         return self._with_repeats(content)
 
     def _convert(self, layer: int, values: Tensor) -> Tensor:
-        """Values in the compute dtype; the very same memory where that changes nothing."""
+        """Values in the compute dtype; the very same memory where that changes nothing and no other
+        layer will come through it."""
         content = self._memory.values(layer)
         if content is None:
-            return values.to(self._dtype).contiguous()
+            return values.to(self._dtype, copy=self._lane.overlaps).contiguous()
         content[self._repeats :].copy_(values)
         return self._with_repeats(content)
 

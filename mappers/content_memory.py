@@ -21,7 +21,7 @@ class ContentMemory(Protocol):
         """Where to put the keys of a source layer: ``[n, H, D]``, not yet written."""
 
     def values(self, source: int) -> Tensor | None:
-        """The same for its values; None where they may stay as and where they are, on a CPU."""
+        """The same for its values; None where they may stay as and where they are."""
 
     def free(self, source: int, layer: Layer) -> None:
         """No target layer reads this source layer any more."""
@@ -53,7 +53,7 @@ class Apart:
         return self._spare.pop() if self._spare else self._new()
 
     def values(self, source: int) -> Tensor | None:
-        return self._new() if self._heads_apart or self._device.type != "cpu" else None
+        return self._new() if self._heads_apart else None
 
     def free(self, source: int, layer: Layer) -> None:
         self._spare.append(layer[0])

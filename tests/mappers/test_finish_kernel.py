@@ -23,7 +23,14 @@ from mappers.errors import NonFinite
 from mappers.finish import Finish
 from mappers.rope import RotaryTable
 from mappers.translate import Translator
-from tests.mappers.test_translate import GEOMETRIES, build_mapper, same_bits, source_of
+from tests.mappers.fake_gpu import FakeStreams, compute_in_bfloat16
+from tests.mappers.test_translate import (
+    GEOMETRIES,
+    assert_equals_dense,
+    build_mapper,
+    same_bits,
+    source_of,
+)
 
 triton = pytest.importorskip("triton", reason="no triton here: see the extra kernel")
 finish_kernel = pytest.importorskip("mappers.finish_kernel")
@@ -202,6 +209,23 @@ def test_translations_through_the_kernel(
     source.keys[3][5, 1, 0] = float("nan")
     with pytest.raises(NonFinite, match="target layer 0"):
         translator.translate(source, dtype=torch.float32)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="not interpreted")
+@pytest.mark.parametrize("recipe", ["full_head", "head_local", "top_heads"])
+def test_all_that_a_gpu_does_gives_the_dense_answer(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 content, the bias left to the kernel, and copies that overlap."""
+    compute_in_bfloat16(monkeypatch)
+    monkeypatch.setattr(finish, "kernel_for", lambda device: finish_kernel)
+    mapper = build_mapper(recipe, GEOMETRIES[2])
+    source = source_of(mapper, dtype=torch.bfloat16)
+    translator = Translator(mapper, chunk_tokens=7)
+    monkeypatch.setattr(translator, "_streams", FakeStreams())
+    for dtype in (torch.float32, torch.bfloat16):
+        given = translator.translate(source, dtype=dtype)
+        assert_equals_dense(given, mapper, source, 6e-2)
 
 
 def all_of(cache: KVCache) -> tuple[Tensor, ...]:

@@ -1,8 +1,5 @@
 """Copies ahead of the compute: what is ordered before what, by streams that only keep account."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,45 +11,20 @@ from mappers.geometry import Geometry
 from mappers.lanes import Lane, streams_of
 from mappers.rope import RotaryTable
 from mappers.translate import Translator
-from tests.mappers.test_translate import GEOMETRIES, SOURCES, build_mapper, same_bits, source_of
+from tests.mappers.fake_gpu import FakeStreams, Operation, compute_in_bfloat16
+from tests.mappers.pairs import random_cache
+from tests.mappers.test_translate import (
+    GEOMETRIES,
+    SOURCES,
+    assert_equals_dense,
+    build_mapper,
+    every_geometry,
+    every_recipe,
+    same_bits,
+    source_of,
+)
 
-Operation = tuple[str, int]
 CPU = torch.device("cpu")
-
-
-class FakeStream:
-    """``before``: all operations that are certain to be done before what is queued next."""
-
-    def __init__(self) -> None:
-        self.before: set[Operation] = set()
-
-    def record_event(self) -> frozenset[Operation]:
-        return frozenset(self.before)
-
-    def wait_event(self, event: frozenset[Operation]) -> None:
-        self.before |= event
-
-
-class FakeStreams:
-    """A device whose operations are done at once, but ordered only as far as events say so."""
-
-    def __init__(self) -> None:
-        self.copies, self.compute = FakeStream(), FakeStream()
-        self.copies.synchronize = self._synchronize  # type: ignore[attr-defined]
-        self.before_copy: list[frozenset[Operation]] = []
-        self.synchronized = 0
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        self.before_copy.append(frozenset(self.copies.before))
-        yield
-        self.copies.before.add(("copy", len(self.before_copy) - 1))
-
-    def holds(self, tensor: Tensor) -> bool:
-        return False
-
-    def _synchronize(self) -> None:
-        self.synchronized += 1
 
 
 def layers_of(count: int, tokens: int = 4) -> list[Layer]:
@@ -224,6 +196,28 @@ def test_copies_are_waited_for_when_a_translation_ends_early(
         next(steps)
         steps.close()  # type: ignore[attr-defined]
     assert streams.synchronized == 1
+
+
+@every_recipe
+@every_geometry
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_overlapping_copies_and_bfloat16_content_give_the_dense_answer(
+    recipe: str, geometry: Geometry, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a GPU, where a layer's values may not stay in the buffer that they came in."""
+    compute_in_bfloat16(monkeypatch)
+    mapper = build_mapper(recipe, geometry)
+    source = source_of(mapper, dtype=torch.bfloat16)
+    prefix = random_cache(3, 5, geometry.target_heads, geometry.target_dim, seed=9, dtype=dtype)
+    for chunk_tokens in (7, None):
+        translator = Translator(mapper, chunk_tokens=chunk_tokens)
+        monkeypatch.setattr(translator, "_streams", FakeStreams())
+        given = translator.translate(source, dtype=dtype)
+        assert_equals_dense(given, mapper, source, 3e-2)
+        known = translator.translate(source, dtype=dtype, prefix=prefix, tokens=15)
+        assert same_bits(known.slice(0, 5), prefix)
+        for keys, others in zip(known.keys, given.keys, strict=True):
+            torch.testing.assert_close(keys[5:], others[5:15], rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.gpu
