@@ -139,17 +139,18 @@ class Worker:
         """
         self._begin(turn, self._observed(work))
         future = asyncio.wrap_future(turn.ended)
+        end = asyncio.wrap_future(turn.ended)  # who is cancelled while it awaits one cancels that
         try:
             yield future
         finally:
             emission.cancel()
             self._withdraw(turn)
             try:
-                await ended(future)
+                await ended(end)
             finally:
-                # Looked at here, whether or not the block did, so that no fault goes unnoticed
-                # twice.
-                future.exception()
+                # Looked at, whether or not the block did, so that no fault goes unnoticed twice.
+                for one in (future, end):
+                    one.cancelled() or one.exception()
 
     def on_device(self, work: Callable[[], Result]) -> Result:
         """Run something on the device thread and wait for it; never from the event loop."""
@@ -222,7 +223,8 @@ async def ended(future: asyncio.Future[None]) -> None:
 
 class WorkingAhead:
     """Lets one request at a time compute before all of its source has arrived: each holds a
-    workspace meanwhile, which no budget counts. For the device thread."""
+    workspace meanwhile, which no budget counts. For the device thread, and for whoever cuts the
+    request's work short."""
 
     def __init__(self) -> None:
         self._holder: object | None = None

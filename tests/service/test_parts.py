@@ -274,6 +274,73 @@ class TestWorker:
         one.stop()
         assert one.turns.left_seconds() == 0
 
+    def test_leaving_waits_for_the_thread_also_where_who_awaited_it_was_cancelled(self) -> None:
+        ended = threading.Event()
+        one = worker()
+
+        async def run() -> None:
+            begun, release = threading.Event(), threading.Event()
+
+            def work() -> None:
+                begun.set()
+                release.wait(10)
+                ended.set()
+
+            async def ask() -> None:
+                with one.turn(2.0) as turn:
+                    async with one.running(turn, at_once(work), Emission()) as future:
+                        await future
+
+            asking = asyncio.create_task(ask())
+            await asyncio.to_thread(begun.wait, 10)
+            for _ in range(3):
+                asking.cancel()
+                await asyncio.sleep(0.01)
+            assert not asking.done()
+            release.set()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert ended.is_set()
+
+        done(run())
+        one.stop()
+
+    def test_who_waits_for_news_and_is_cancelled_leaves_nothing_behind(self) -> None:
+        async def run() -> None:
+            emission, other = Emission(), asyncio.get_running_loop().create_future()
+            waiting = asyncio.create_task(emission.news(other))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert not other.cancelled()
+
+        done(run())
+
+    def test_what_begun_work_holds_goes_on_a_thread_of_its_own(self) -> None:
+        """While the device is another's; the event loop has others to answer."""
+        one, freed = worker(), list[str]()
+
+        def holding() -> Steps:
+            try:
+                yield None
+                yield lambda: False
+            finally:
+                freed.append(threading.current_thread().name)
+
+        async def run() -> None:
+            with one.turn(1.0) as turn:
+                async with one.running(turn, holding(), Emission()):
+                    while turn.ready is None:
+                        await asyncio.sleep(0.001)
+
+        done(run())
+        one.stop()
+        [name] = freed
+        assert name not in ("MainThread", "kvt-device")
+
     def test_work_whose_client_has_left_never_starts_and_waits_for_nobody(self) -> None:
         one = worker()
         started: list[int] = []
