@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 
 VLLM_CACHE ?= $(HOME)/.cache/kv-translator
 # Named by what it is made from, so that every clone finds the one that fits it.
-VLLM := $(VLLM_CACHE)/vllm-$(shell cat tests/vllm/install.sh tests/vllm/constraints.txt \
+VLLM := $(VLLM_CACHE)/vllm-$(shell cat tests/vllm/install.sh tests/vllm/requirements.txt \
 	| sha256sum | cut -c1-12)
 LMCACHE := $(VLLM_CACHE)/lmcache-$(shell cat tests/lmcache/install.sh | sha256sum | cut -c1-12)
 
@@ -31,7 +31,8 @@ RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-vllm test-lmcache bench fit-demo clean
+.PHONY: help install demo serve test test-slow test-vllm vllm-environment test-lmcache bench \
+	fit-demo clean
 
 DEMO := mappers/demo
 ARTIFACTS := $(DEMO)/artifacts
@@ -43,7 +44,7 @@ GROW := --source $(DEMO)/small --target $(DEMO)/large
 SHRINK := --source $(DEMO)/large --target $(DEMO)/small
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(RUNTIME)  ## Install the service into .venv
 
@@ -65,6 +66,8 @@ test-slow: $(DEVELOP)  ## The tests that take minutes
 test-vllm: $(RUNTIME) $(VLLM)/.ready  ## Two real vLLM servers, the service and the router between them
 	KVT_PYTHON=$(abspath $(BIN)/python) PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest \
 		-o filterwarnings=default tests/vllm $(ARGS)
+
+vllm-environment: $(VLLM)/.ready  ## What test-vllm runs in; fails on machines that cannot have it
 
 test-lmcache: $(LMCACHE)/.ready  ## kvt bridge lmcache against a real LMCache server
 	PYTHONPATH=$(CURDIR) $(LMCACHE)/bin/python -m pytest -o filterwarnings=default \
@@ -97,7 +100,7 @@ $(RUNTIME): $(PACKAGING) | $(CREATED)
 	@touch $@
 
 $(VLLM)/.ready: | $(CREATED)
-	@echo "Installing vLLM's CPU build into $(VLLM): the first time this takes minutes"
+	@echo "Installing vLLM's CPU build into $(VLLM): 1.5 GB"
 	rm -rf $(VLLM)
 	tests/vllm/install.sh $(VLLM) $(PYTHON) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@

@@ -74,7 +74,8 @@ class Process:
             os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        """End it, if it still runs."""
+        """End it, if it still runs; nothing is asked of it any more."""
+        self.http.close()
         if self._process is None or not self._runs():
             return
         self.signal(signal.SIGTERM)

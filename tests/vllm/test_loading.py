@@ -36,6 +36,7 @@ def test_an_export_is_what_the_model_computes(stack: Stack, texts: Texts) -> Non
     assert handle.tokens == len(ids)
     link = Link(stack.translator.url, PATIENCE_SECONDS)
     memory = link.find(handle.buffer, handle.nbytes).memory.data
+    link.close()
     until(lambda: is_sealed(memory, handle.seal_offset, handle.tokens, 1), "it is copied")
     assert common_tokens(memory, handle.seal_offset, handle.tokens, ids) == len(ids)
     expected = native.kv("small", ids)
