@@ -22,7 +22,7 @@ from service.pages import Pages
 from service.settings import Settings
 from service.state import Service
 from tests.service.asgi import Answer, Message, post
-from tests.service.live import SAFETENSORS
+from tests.service.live import SAFETENSORS, wait_until
 from tests.service.pair import Request, cache, good, mapper, raw
 from tests.service.sharing import Sharer
 from tests.service.test_faults import counted, hook, one, run, skip_last, spoil_third
@@ -298,16 +298,18 @@ class TestLmcache:
     def test_who_leaves_before_it_is_there_has_left_and_frees_all(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        leave, gone = asyncio.Event(), threading.Event()
+        leave, apps = asyncio.Event(), list[FastAPI]()
 
         def wait(index: int, layer: Any) -> Any:
             if index == 2:
                 loop[0].call_soon_threadsafe(leave.set)
-                gone.wait(0.1)
+                turns = apps[0].state.service.worker.turns
+                wait_until(lambda: turns._running.withdrawn)
             return layer
 
         async def test(app: FastAPI) -> None:
             loop.append(asyncio.get_running_loop())
+            apps.append(app)
             answers.append(await post(app, self.request(), leave=leave))
 
         loop: list[asyncio.AbstractEventLoop] = []
