@@ -29,8 +29,8 @@ class Emission:
     """Bytes that the worker produces front to back and the event loop sends.
 
     ``ready_bytes`` counts from the front of the answer. Written by the worker through ``advance``,
-    read by one coroutine, which waits in ``news``. It hears of no more than one advance in
-    ``NEWS_SECONDS``, and of the last: to be told of a layer of a short prompt costs both threads
+    read by one coroutine, which waits in ``news``. It hears of the last advance at once, and of the
+    others once in ``NEWS_SECONDS``: to be told of each layer of a short prompt costs both threads
     more than to compute it.
     """
 
@@ -38,6 +38,7 @@ class Emission:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._cancelled = threading.Event()
+        self._final_bytes, self._telling = 0, False
         self._told_seconds = -math.inf
         self.ready_bytes = 0
 
@@ -48,11 +49,12 @@ class Emission:
         """
         if self._cancelled.is_set():
             raise Cancelled
-        now_seconds = time.monotonic()
-        due = last or now_seconds - self._told_seconds >= NEWS_SECONDS
-        if ready_bytes and due:
-            self._told_seconds = now_seconds
-            self._loop.call_soon_threadsafe(self._publish, ready_bytes)
+        self._final_bytes = ready_bytes
+        if last:
+            self._loop.call_soon_threadsafe(self._tell)
+        elif ready_bytes and not self._telling:
+            self._telling = True
+            self._loop.call_soon_threadsafe(self._tell_in_time)
 
     def cancel(self) -> None:
         """From the event loop: the worker stops at its next ``advance``."""
@@ -68,8 +70,18 @@ class Emission:
             news.cancel()
         self._news.clear()
 
-    def _publish(self, ready_bytes: int) -> None:
-        self.ready_bytes = ready_bytes
+    def _tell_in_time(self) -> None:
+        wait = self._told_seconds + NEWS_SECONDS - time.monotonic()
+        if wait > 0:
+            self._loop.call_later(wait, self._tell)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        # In this order: what is final after the look at it is told by another call.
+        self._telling = False
+        self.ready_bytes = self._final_bytes
+        self._told_seconds = time.monotonic()
         self._news.set()
 
 

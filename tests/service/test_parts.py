@@ -377,7 +377,7 @@ class TestWorker:
 
 
 def test_the_first_and_the_last_bytes_are_news_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.worker.NEWS_SECONDS", math.inf)
+    monkeypatch.setattr("service.worker.NEWS_SECONDS", 60)
 
     async def run() -> list[int]:
         emission, seen = Emission(), []
@@ -388,6 +388,19 @@ def test_the_first_and_the_last_bytes_are_news_at_once(monkeypatch: pytest.Monke
         return seen
 
     assert asyncio.run(run()) == [0, 10, 10, 30]
+
+
+def test_no_bytes_are_kept_from_who_waits() -> None:
+    async def run() -> int:
+        emission = Emission()
+        for ready in range(1, 100):
+            emission.advance(ready)
+        async with asyncio.timeout(60):
+            while emission.ready_bytes < 99:
+                await emission.news()
+        return emission.ready_bytes
+
+    assert asyncio.run(run()) == 99
 
 
 class TestDocuments:
