@@ -8,7 +8,7 @@
 #   make PYTHON=python3.12 ...     another interpreter
 #   make TORCH_INDEX=URL ...       an extra package index that holds CPU builds of torch
 #   make serve ARGS="--port 9000"  more options for the command behind the target
-#   make VLLM_CACHE=FOLDER ...     where `make test-vllm` and `test-lmcache` keep their environments
+#   make VLLM_CACHE=FOLDER ...     where test-vllm, test-lmcache, test-sglang keep their environments
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -24,6 +24,7 @@ VLLM_CACHE ?= $(HOME)/.cache/kv-translator
 VLLM := $(VLLM_CACHE)/vllm-$(shell cat tests/vllm/install.sh tests/vllm/requirements.txt \
 	| sha256sum | cut -c1-12)
 LMCACHE := $(VLLM_CACHE)/lmcache-$(shell cat tests/lmcache/install.sh | sha256sum | cut -c1-12)
+SGLANG := $(VLLM_CACHE)/sglang-$(shell cat tests/sglang/install.sh | sha256sum | cut -c1-12)
 
 PACKAGING := pyproject.toml deploy/constraints.txt
 CREATED := $(VENV)/.created
@@ -31,8 +32,8 @@ RUNTIME := $(VENV)/.runtime
 DEVELOP := $(VENV)/.develop
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-slow test-vllm vllm-environment test-lmcache bench \
-	fit-demo clean
+.PHONY: help install demo serve test test-slow test-vllm vllm-environment test-lmcache \
+	test-sglang bench fit-demo clean
 
 DEMO := mappers/demo
 ARTIFACTS := $(DEMO)/artifacts
@@ -73,6 +74,10 @@ test-lmcache: $(LMCACHE)/.ready  ## kvt bridge lmcache against a real LMCache se
 	PYTHONPATH=$(CURDIR) $(LMCACHE)/bin/python -m pytest -o filterwarnings=default \
 		tests/lmcache $(ARGS)
 
+test-sglang: $(SGLANG)/.ready  ## kvt bridge sglang against SGLang's own file backend
+	PYTHONPATH=$(CURDIR) $(SGLANG)/bin/python -m pytest -o filterwarnings=default \
+		tests/sglang $(ARGS)
+
 bench: $(DEVELOP)  ## Translation against the bare matrix multiplies and the target's prefill
 	$(BIN)/python tests/bench/bench_translate.py $(ARGS)
 
@@ -109,6 +114,13 @@ $(LMCACHE)/.ready: | $(CREATED)
 	@echo "Installing LMCache into $(LMCACHE): the first time this takes minutes"
 	rm -rf $(LMCACHE)
 	tests/lmcache/install.sh $(LMCACHE) $(PYTHON) \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
+$(SGLANG)/.ready: | $(CREATED)
+	@echo "Installing SGLang without CUDA into $(SGLANG): 2.2 GB"
+	rm -rf $(SGLANG)
+	tests/sglang/install.sh $(SGLANG) $(PYTHON) \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 

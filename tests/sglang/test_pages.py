@@ -1,7 +1,6 @@
 """``kvt bridge sglang`` against SGLang's own ``file`` backend and page hashes; no engine runs.
 
-Skipped where SGLang cannot be imported. Without CUDA it can: ``pip install --no-deps`` of 0.5.23,
-and what its HiCache modules import (orjson, pybase64, triton, IPython).
+``make test-sglang`` runs it in an environment that has SGLang, without CUDA.
 """
 
 import json
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-pytest.importorskip("sglang.srt.mem_cache.hicache_storage")
+pytest.importorskip(
+    "sglang.srt.mem_cache.hicache_storage", reason="make test-sglang installs SGLang"
+)
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.utils import get_storage_hash_str

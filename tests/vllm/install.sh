@@ -11,7 +11,7 @@ shift 2
 "$python" -m venv "$folder"
 pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check --prefer-binary
     --no-compile "$@")
-"${pip[@]}" --constraint "$here/requirements.txt" torch
+"${pip[@]}" "$(grep ^torch== "$here/requirements.txt")"
 "${pip[@]}" --no-deps --requirement "$here/requirements.txt"
 # A machine that lacks libnuma, or whose processor is too old, has no kernels.
 "$folder/bin/python" -c 'import torch, vllm._custom_ops; torch.ops._C.cpu_attn_reshape_and_cache'
