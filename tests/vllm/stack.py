@@ -128,6 +128,7 @@ class Stack:
         port = free_port()
         command = [python, "-m", "service.cli", "serve", "--port", str(port)]
         command += ["--buffers", str(folder / "kvt.sock"), "--shadow-rate", "1"]
+        command += ["--buffer-seconds", "3600"]
         translator = Process(command, port, "/readyz", folder / "translator.log")
         small = _engine("small", translator.url, folder)
         large = _engine("large", translator.url, folder)

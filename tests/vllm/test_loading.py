@@ -4,6 +4,8 @@ Times are printed and never asserted.
 """
 
 import statistics
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.vllm.stack import BLOCK_TOKENS, Stack
 from tests.vllm.waiting import PATIENCE_SECONDS, until
 
 PROMPT = 480
+AT_ONCE = 16
 CERTIFIED = [(256, 32), (480, 128)]
 """Lengths of prompts, and the native tail with which the embedded evidence lets each through."""
 LOADED = "vllm:kvt_tokens_total"
@@ -45,6 +48,13 @@ def test_an_export_is_what_the_model_computes(stack: Stack, texts: Texts) -> Non
     for states, layer in zip(found, expected, strict=True):
         for read, computed in zip(states, layer, strict=True):
             torch.testing.assert_close(read, computed, atol=2e-4, rtol=1e-3)
+
+
+def test_many_exports_at_once_all_get_handles(stack: Stack, texts: Texts) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        prompts = [text[:64] for text in texts[:AT_ONCE]]
+        handles = list(threads.map(partial(export, stack.small), prompts))
+    assert len({handle.buffer for handle in handles}) == AT_ONCE
 
 
 def test_the_engine_counts_the_tokens_that_were_translated(
