@@ -40,7 +40,7 @@ class Streams(Protocol):
 
     @property
     def copies(self) -> Stream:
-        """For copies into the device."""
+        """For copies into the device, or for those out of it."""
 
     @property
     def compute(self) -> Stream:

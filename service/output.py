@@ -17,9 +17,13 @@ POISON, INT8_POISON = 0xFF, 0x80
 
 
 class Output:
-    """The target's cache of form ``side`` in uint8 ``memory``, which is as large as that."""
+    """The target's cache of form ``side`` in uint8 ``memory``, which is as large as that.
+
+    Of its layers, from the first, ``ended_layers`` were given, looked at and are not touched again;
+    ``ready_layers`` of them are in their place."""
 
     def __init__(self, side: Side, memory: Tensor) -> None:
+        self.ended_layers = self.ready_layers = 0
         self._side, forms = side, side.forms
         self._device, self._storage = memory.device.type, memory.untyped_storage().data_ptr()
         pieces = torch.split(memory, [form.nbytes for form in forms.values()])
@@ -51,8 +55,8 @@ class Output:
             self._bytes[name].fill_(INT8_POISON if int8 else POISON)
 
     def end(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Have a layer in its place: keys and values ``[T, H, D]`` of any float dtype, which are
-        copied unless they lie there.
+        """Have a layer in its place, or on its way: keys and values ``[T, H, D]`` of any float
+        dtype, which are copied unless they lie there.
 
         Raises NonFinite when it holds what it must not, or is not complete.
         """
@@ -68,6 +72,10 @@ class Output:
         written = read_layer(side.layout, parts, layer, side.geometry)
         if not all(map(_sound, (*written, *scales))):
             raise NonFinite(f"target layer {layer} holds values that are not finite")
+        self.ended_layers = self.ready_layers = layer + 1
+
+    def arrive(self) -> None:
+        """Have every layer ready that was ended; here it is so already."""
 
     def final_bytes(self, layers: int) -> int:
         """Bytes from the front that are final when so many layers are written."""

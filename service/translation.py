@@ -12,6 +12,7 @@ from mappers.errors import NonFinite
 from mappers.probe import translation_error
 from mappers.sample import largest
 from mappers.stored import AnyCache, restored
+from service.copied_output import output_for
 from service.errors import Problem
 from service.gate import Ruling
 from service.loaded import Loaded
@@ -100,6 +101,7 @@ class Translation:
         finally:
             ahead.give_back(self)
             self._layers = iter(())  # a client that reads slowly is to hold no workspace
+            self._leave_output()
 
     def _look(self, emission: Emission, ahead: WorkingAhead) -> Steps:
         """Show the content gate all layers, as they arrive."""
@@ -168,13 +170,17 @@ class Translation:
         emission.advance(output.final_bytes(self.ready_layers))
         with self._timed("translate"):
             while self.ready_layers < layers:
-                yield from self._next_layer(output)
+                if output.ended_layers < layers:
+                    yield from self._next_layer(output)
+                else:
+                    output.arrive()
+                self.ready_layers = output.ready_layers
                 last = self.ready_layers == layers
                 emission.advance(output.final_bytes(self.ready_layers), last=last)
 
     def _begin(self) -> Output:
-        output = self._output = Output(self.target, self._answer)
         translator = self._loaded.translator
+        output = self._output = output_for(self.target, self._answer, translator.device)
         self._layers = translator.steps(
             self._source.layers(),
             self._source.positions,
@@ -182,6 +188,7 @@ class Translation:
             tokens=self.target.geometry.tokens,
             dtype=self._emitted_dtype(),
             answer=output.in_place(translator.device),
+            arrived=lambda layer: self._source.needed_bytes[layer] <= self.space.arrived_bytes,
         )
         self.space.begun = True
         return output
@@ -189,18 +196,24 @@ class Translation:
     def _next_layer(self, output: Output) -> Steps:
         """Translate it, and let go of the source layers that were read for the last time."""
         yield from self._pause()
-        output.begin(self.ready_layers)
+        done = output.ended_layers
+        output.begin(done)
         for layer in self._layers:
             if layer is not None:
-                output.end(self.ready_layers, *layer)
-                for read in self._order.expiring[self.ready_layers]:
+                output.end(done, *layer)
+                for read in self._order.expiring[done]:
                     for begin, end in self._source.spans[read]:
                         self.space.let_go(begin, end)
-                self.ready_layers += 1
                 return
             yield from self._pause()
-        done, layers = self.ready_layers, self.target.geometry.layers
+        layers = self.target.geometry.layers
         raise Problem("internal_invariant", f"{done} of {layers} layers were translated")
+
+    def _leave_output(self) -> None:
+        """Nothing is written into the answer's memory any more."""
+        if self._output is not None:
+            self._output.arrive()
+            self._output = None
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
