@@ -47,6 +47,30 @@ class FakeStreams:
         self.synchronized += 1
 
 
+class LateStreams(FakeStreams):
+    """A copy is made when the host waits for it, which is as late as a GPU may make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        def later(there: Tensor, here: Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            self.late.append((there, here))
+
+        with super().copying(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "copy_", later)
+            yield
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        for there, here in self.late:
+            there.copy_(here)
+        self.late.clear()
+
+
 def compute_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have translators on the CPU keep weights and content in bfloat16 and sum in float32, with a
     stand-in for the one operation that only GPUs have."""
