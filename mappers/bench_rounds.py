@@ -6,6 +6,7 @@ seconds do not.
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 from statistics import median
 
 import torch
@@ -19,11 +20,19 @@ def take_turns(
     rounds: int,
     *,
     device: str = "cpu",
+    least_seconds: float = 0.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-    """Median seconds of each step over ``rounds``, after one round that does not count."""
+    """Median seconds of each step over ``rounds``, after one round that does not count.
+
+    There are more rounds until ``least_seconds`` have passed: what takes milliseconds would else be
+    measured in a moment, which may be a bad one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
+    until = time.perf_counter() + least_seconds
+    for turn in count():
+        if turn > rounds and time.perf_counter() >= until:
+            break
         for name, step in steps.items():
             progress(f"{name}, round {turn} of {rounds}")
             elapsed = _timed(step, device)

@@ -43,11 +43,12 @@ class Speed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """Where and how a speed is measured; ``dtype`` of both caches; ``shares``: say where the time
-    goes."""
+    goes; ``least_seconds`` as ``take_turns`` has them."""
 
     device: str
     dtype: torch.dtype
     rounds: int
+    least_seconds: float = 0.0
     shares: bool = False
     progress: Callable[[str], None] = lambda text: None
 
@@ -72,7 +73,11 @@ def measure(
     steps |= {"prefill": prefill.step(tokens)} if prefill else {}
     steps |= {"peer": peer(cache)} if peer else {}
     seconds = take_turns(
-        steps, conditions.rounds, device=conditions.device, progress=conditions.progress
+        steps,
+        conditions.rounds,
+        device=conditions.device,
+        least_seconds=conditions.least_seconds,
+        progress=conditions.progress,
     )
     if prefill:
         prefill.note(tokens, seconds["prefill"])

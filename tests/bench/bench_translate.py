@@ -33,6 +33,7 @@ from tests.bench.peer import Peer
 from tests.bench.rows import Row, told
 from tests.bench.speed_plots import draw
 
+LEAST_SECONDS = 2.0
 TOKENS = {
     "demo": [128, 512, 1024, 2048, 4096, 8192],
     "smollm2-135m": [128, 512, 1024, 2048, 4096, 8192],
@@ -48,7 +49,9 @@ def main(
     device: Annotated[str, typer.Option()] = "cpu",
     dtype: Annotated[str, typer.Option(help="of the caches, in and out")] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="default: torch's own choice")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements behind each median")] = 5,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="measurements behind each median, at least")
+    ] = 5,
     prefill: Annotated[bool, typer.Option(help="measure the target's own prefill")] = True,
     peer: Annotated[bool, typer.Option(help="measure aither-kvcache, installed from PyPI")] = False,
     peer_folder: Annotated[
@@ -61,7 +64,12 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     conditions = Conditions(
-        device=device, dtype=DTYPES[dtype], rounds=rounds, shares=True, progress=_progress
+        device=device,
+        dtype=DTYPES[dtype],
+        rounds=rounds,
+        least_seconds=LEAST_SECONDS,
+        shares=True,
+        progress=_progress,
     )
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
