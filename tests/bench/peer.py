@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ from mappers.translate import Translator
 
 VERSION = "2.4.1"
 WORKER = Path(__file__).with_name("peer_worker.py")
+REST_SECONDS = 0.3
 TOLERANCE = 1e-3
 
 
@@ -78,7 +80,14 @@ class Peer:
         theirs = load_file(self._folder / "first.safetensors")
         for mine, name in zip(ours, ("k", "v"), strict=True):
             torch.testing.assert_close(theirs[name], mine, rtol=TOLERANCE, atol=TOLERANCE)
-        return lambda: float(self._ask("go"))
+        return self._go
+
+    def _go(self) -> float:
+        # The threads of either process still spin for a while when its work is done.
+        time.sleep(REST_SECONDS)
+        seconds = float(self._ask("go"))
+        time.sleep(REST_SECONDS)
+        return seconds
 
     def _ask(self, word: str) -> str:
         process = self._process
