@@ -26,7 +26,7 @@ from mappers.translate import Translator
 VERSION = "2.4.1"
 WORKER = Path(__file__).with_name("peer_worker.py")
 REST_SECONDS = 0.3
-TOLERANCE = 1e-3
+TOLERANCE = 5e-3
 
 
 class Peer:
