@@ -102,6 +102,8 @@ def _line(
 
 def _saved(figure: Figure, axes: Axes, file: Path) -> Path:
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.legend(
+        handlelength=3.5, fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False
+    )
     figure.savefig(file, dpi=DOTS_PER_INCH)
     return file
