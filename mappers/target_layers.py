@@ -60,7 +60,7 @@ class TargetLayers:
         self._block_tokens = block_tokens(heads * dim, chunk_tokens, mapper.device)
         self._shape = (request.tokens, heads, dim)
         rows = min(chunk_tokens, request.tokens)
-        self._workspace = torch.empty((rows, heads, dim), device=mapper.device)
+        self._workspace = torch.empty((rows, heads, dim), dtype=torch.float32, device=mapper.device)
 
     def __iter__(self) -> Iterator[Layer | None]:
         try:
@@ -133,7 +133,7 @@ class TargetLayers:
 def _splice(request: Request, layer: int, keys: Tensor, values: Tensor) -> Tensor:
     """Copy the known tokens of a target layer into place; return the sum of what was written, the
     beginning of the proof that all of the layer is finite."""
-    proof = torch.zeros((), device=keys.device)
+    proof = torch.zeros((), dtype=torch.float32, device=keys.device)
     if request.prefix is None:
         return proof
     for out, exact in ((keys, request.prefix.keys[layer]), (values, request.prefix.values[layer])):

@@ -104,7 +104,10 @@ class Slice:
         self._let_go_of_the_gone()
         if len(self._holders) >= HOLDERS:
             raise Problem("buffer_budget", f"at most {HOLDERS} connections hold a buffer")
-        self._holders.append(holder.dup())
+        try:
+            self._holders.append(holder.dup())
+        except OSError as error:  # no descriptor is free
+            raise Problem("out_of_memory", "there is no descriptor for this lease now") from error
 
     def _let_go_of_the_gone(self) -> None:
         gone = [holder for holder in self._holders if _ended(holder)]

@@ -228,7 +228,8 @@ def _scheduler_side(
         link,
         ThreadPoolExecutor(LEASES, "kvt-leases"),
         counters,
-        lease_seconds=options.lease_seconds,
+        # What takes as long as the link waits at most ends with an error, and is no answer.
+        lease_seconds=min(options.lease_seconds, options.deadline_seconds),
     )
     loads = Loads(
         Translating(link, claim, geometry),

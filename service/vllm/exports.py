@@ -92,7 +92,8 @@ class Exports:
             return None
         leased = self._taken(room) if whole and ids else None
         if leased is None:
-            room.lease.add_done_callback(self._give_back)
+            if not room.lease.cancel():
+                room.lease.add_done_callback(self._give_back)
             return None
         ids = ids[: room.tokens]
         offset = self._offset(len(ids))

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 
 
 class HangWatch:
-    """The service hangs from when a question has been open for ``bound_seconds`` until another one
-    has taken less. Questions are asked on threads; ``clock`` is monotonic, in seconds."""
+    """The service hangs when a question has been open for ``bound_seconds``, or was until its end,
+    and none that was asked after it has had an answer in less. Questions are asked on threads;
+    ``clock`` is monotonic, in seconds."""
 
     def __init__(self, bound_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._bound, self._clock = bound_seconds, clock
         self._open: dict[object, float] = {}
-        self._hung = False
+        # When the latest of each was asked.
+        self._quick = self._overdue = -math.inf
 
     @contextmanager
     def question(self) -> Iterator[None]:
@@ -28,7 +30,10 @@ class HangWatch:
             yield
         finally:
             del self._open[question]
-            self._hung = self._clock() - began >= self._bound
+            if self._clock() - began < self._bound:
+                self._quick = max(self._quick, began)
+            else:
+                self._overdue = max(self._overdue, began)
 
     def is_asked(self) -> bool:
         """Whether a question is open."""
@@ -36,7 +41,6 @@ class HangWatch:
 
     def hangs(self) -> bool:
         """Whether it does now."""
-        began = self._open.copy().values()  # threads add and remove
-        if self._clock() - min(began, default=math.inf) >= self._bound:
-            self._hung = True
-        return self._hung
+        latest = self._clock() - self._bound
+        overdue = [began for began in self._open.copy().values() if began <= latest]
+        return max(self._overdue, *overdue, -math.inf) > self._quick

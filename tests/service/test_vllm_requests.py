@@ -17,6 +17,7 @@ from service.vllm.counters import Counters
 from service.vllm.engine import Geometry
 from service.vllm.errors import NotLoaded
 from service.vllm.exports import Exports
+from service.vllm.hang import HangWatch
 from service.vllm.link import Leased
 from service.vllm.loads import Loads
 from service.vllm.params import Answered, Handle, Params, allows, hops_of, read_params, salt
@@ -63,6 +64,8 @@ class Later(Executor):
         while self.waiting and most:
             most -= 1
             future, work = self.waiting.pop(0)
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(work())
             except NotLoaded as error:
@@ -324,10 +327,12 @@ def test_no_lease_no_handle(world: World) -> None:
     exports.begin("late", EXPORT, 6, 0)
     world.refusal = None
     assert exports.finish("refused", [1, 2], [4], whole=True) is None
-    assert exports.finish("late", [1, 2], [4], whole=True) is None
     assert exports.finish("never asked", [1, 2], [4], whole=True) is None
-    assert exports.jobs() == []
+    late = []
+    world.while_asked = lambda: late.append(exports.finish("late", [1, 2], [4], whole=True))
     world.later.run()
+    assert late == [None]
+    assert exports.jobs() == []
     assert world.released == [LEASE]
     assert world.counted() == {"export buffer_budget": 1, "export lease_too_late": 1}
 
@@ -404,6 +409,35 @@ def test_a_service_that_hangs_costs_its_second_once(world: World) -> None:
     assert exports.finish("asked again", [1, 2], [4], whole=True) is not None
     exports.begin("well again", EXPORT, 6, 0)
     assert exports.holds_back("well again")
+
+
+def test_one_question_that_is_stuck_does_not_make_the_service_hang() -> None:
+    now = [0.0]
+    watch = HangWatch(1.0, lambda: now[0])
+    with watch.question():
+        now[0] = 2.0
+        assert watch.hangs()
+        with watch.question():
+            pass
+        assert not watch.hangs()
+        now[0] = 3.0
+        assert not watch.hangs()
+    assert not watch.hangs()
+    with watch.question():
+        now[0] = 4.0
+        assert watch.hangs()
+    assert watch.hangs()
+
+
+def test_leases_that_nobody_waits_for_are_not_asked_for(world: World) -> None:
+    exports = world.exports()
+    for name in ("first", "second"):
+        exports.begin(name, EXPORT, 6, 0)
+    world.later.run(1)
+    for name in ("first", "second"):
+        exports.finish(name, [1, 2], [4], whole=name == "first")
+    world.later.run()
+    assert world.leases == 1
 
 
 def test_an_aborted_request_gives_its_lease_back(world: World) -> None:
