@@ -1,5 +1,8 @@
 """Models as a person names them, and what ``GET /mappers`` says of them."""
 
+from collections.abc import Sequence
+
+from mappers.errors import ArtifactError, UnsupportedModel
 from mappers.identity import IdentityClaim
 from service.schemas import MapperInfo, SideInfo
 
@@ -32,3 +35,24 @@ def _is(side: SideInfo | None, name: str | None) -> bool:
     if name is None:
         return True
     return side is not None and name in (side.model, f"{side.model}@{side.version}")
+
+
+def sides_between(
+    mappers: Sequence[MapperInfo], source: str, target: str
+) -> tuple[SideInfo, SideInfo]:
+    """Both models of the only mapper between these two. Raises UnsupportedModel when there is none
+    or more than one, ArtifactError when it could not be read."""
+    found = [mapper for mapper in mappers if is_between(mapper, (source, target))]
+    if len(found) != 1:
+        raise UnsupportedModel("pair_not_found", f"{len(found)} mappers for {source} -> {target}")
+    if found[0].source is None or found[0].target is None:
+        raise ArtifactError("the service could not read the mapper")
+    return found[0].source, found[0].target
+
+
+def claims_of(sides: tuple[SideInfo, SideInfo]) -> tuple[IdentityClaim, IdentityClaim]:
+    """What a request says of both. Raises UnsupportedModel for a scaled rope."""
+    source, target = (claim_of_listed(side) for side in sides)
+    if source is None or target is None:
+        raise UnsupportedModel("scaled_rope", "models with a scaled rope cannot be named this way")
+    return source, target

@@ -37,6 +37,12 @@ class Kept(Protocol):
         ...
 
 
+class UnknownHops(KVTranslatorError):
+    """The salt is one of ours, but does not say how often its KV was translated."""
+
+    code = "unknown_hops"
+
+
 class Job(BaseModel):
     """One prompt. ``hops`` counts the translations that the source's own KV has been through, if
     they are more than its salt says."""
@@ -61,6 +67,14 @@ class Job(BaseModel):
         own = {"token_ids", "source_salt", "session", "hops"}
         return self.model_dump(exclude=own, exclude_none=True)
 
+    @property
+    def hops_so_far(self) -> int:
+        """Raises UnknownHops."""
+        named = hops_of(self.source_salt)
+        if named is None:
+            raise UnknownHops("source_salt does not say how often its KV was translated")
+        return max(named, self.hops)
+
 
 class Carried(BaseModel):
     """What became of it: ``translate`` says under which salt the target finds ``tokens`` tokens;
@@ -83,33 +97,31 @@ class Bridge(NamedTuple):
     claims: tuple[IdentityClaim, IdentityClaim]
     source: Kept
     target: Kept
+    deadline_seconds: float | None = None
 
     def carry(self, job: Job) -> Carried:
         """Read, translate, write."""
         try:
             return self._carry(job)
         except KVTranslatorError as error:
-            return _not(error.code, str(error))
+            return not_carried(error.code, str(error))
 
     def _carry(self, job: Job) -> Carried:
-        named = hops_of(job.source_salt)
-        if named is None:
-            return _not("unknown_hops", "source_salt does not say how often its KV was translated")
-        hops = max(named, job.hops)
+        hops = job.hops_so_far
         cache = self.source.read(job.token_ids, job.source_salt)
         if cache is None:
-            return _not("not_cached", "there is no whole chunk of the source's for this prompt")
+            return not_carried("not_cached", "the source has no whole chunk of this prompt")
         source, target = self.claims
         ids = torch.tensor(job.token_ids)
         limits = {**job.limits, "hops": hops}
         request = request_of(cache, source=source, target=target, prompt_ids=ids, **limits)
-        outcome = self.client.translate(cache, request)
+        outcome = self.client.translate(cache, request, deadline_seconds=self.deadline_seconds)
         if isinstance(outcome, Reprefill):
-            return _not(outcome.reason, outcome.detail)
+            return not_carried(outcome.reason, outcome.detail)
         receipt = outcome.receipt
         whole = receipt.tokens - receipt.tokens % self.target.chunk_tokens
         if whole == 0:
-            return _not("less_than_a_chunk", "what was translated is less than a chunk")
+            return not_carried("less_than_a_chunk", "what was translated is less than a chunk")
         under = salt(receipt.digest, hops + 1, job.session)
         self.target.write(outcome.cache.slice(0, whole), job.token_ids[:whole], under)
         return Carried(
@@ -122,5 +134,6 @@ class Bridge(NamedTuple):
         )
 
 
-def _not(reason: str, detail: str) -> Carried:
+def not_carried(reason: str, detail: str) -> Carried:
+    """The answer for anything but a translation."""
     return Carried(decision="reprefill", reason=reason, detail=detail)

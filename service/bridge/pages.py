@@ -74,17 +74,7 @@ class Pages:
             page = states[:, :, start : start + self.chunk_tokens]
             ordered = page.transpose(1, 2) if self._layout == "page_first" else page
             raw = ordered.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            self._put(f"{digest}{self._suffix}", raw)
-
-    def _put(self, name: str, raw: bytes) -> None:
-        part = self._folder / f".{uuid.uuid4().hex}.tmp"
-        try:
-            part.write_bytes(raw)
-            os.replace(part, self._folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise PagesError(f"a page cannot be written: {type(error).__name__}") from error
+            write_whole(self._folder / f"{digest}{self._suffix}", raw)
 
     def _page(self, raw: bytearray) -> Tensor:
         """``[2, L, P, H, D]``."""
@@ -97,6 +87,18 @@ class Pages:
         if self._layout == "page_first":
             return numbers.view(2, self.chunk_tokens, side.num_layers, *inner).transpose(1, 2)
         return numbers.view(shape)
+
+
+def write_whole(path: Path, raw: bytes) -> None:
+    """A file that is complete before its name is there. Raises PagesError."""
+    part = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        part.write_bytes(raw)
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise PagesError(f"a file cannot be written: {type(error).__name__}") from error
 
 
 def page_hashes(token_ids: Sequence[int], salt: str, page_tokens: int) -> list[str]:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from service.bridge.carry import Bridge, Carried, Kept
     from service.client import Client
-    from service.schemas import MapperInfo, SideInfo
+    from service.schemas import SideInfo
+
+    Sides = tuple[SideInfo, SideInfo]
 
 _URL = f"http://127.0.0.1:{Settings.model_fields['port'].default}"
 Source = Annotated[str, typer.Option(help="MODEL or MODEL@VERSION that has the caches.")]
@@ -63,14 +65,14 @@ def lmcache(
 
     with ExitStack() as open_:
         client = open_.enter_context(Client(url))
-        mapper = _mapper(client, source, target)
+        sides = _sides(client, source, target)
         ends = [
             open_.enter_context(
                 closing(connect(lmcache_url, lmcache_http_url, name or side.model, side, seconds))
             )
-            for name, side in zip((source_name, target_name), _sides(mapper), strict=True)
+            for name, side in zip((source_name, target_name), sides, strict=True)
         ]
-        _answer(client, mapper, ends)
+        _answer(client, sides, ends)
 
 
 @bridge.command()
@@ -102,56 +104,43 @@ def sglang(
     from service.client import Client
 
     with Client(url) as client:
-        mapper = _mapper(client, source, target)
+        sides = _sides(client, source, target)
         folders, names = (source_pages, target_pages), (source_name, target_name)
         ends = [
             Pages(folder, name or side.model, side, page_tokens=page_tokens, layout=layout)
-            for folder, name, side in zip(folders, names, _sides(mapper), strict=True)
+            for folder, name, side in zip(folders, names, sides, strict=True)
         ]
-        _answer(client, mapper, ends)
+        _answer(client, sides, ends)
 
 
-def _answer(client: "Client", mapper: "MapperInfo", ends: "Sequence[Kept]") -> None:
+def _answer(client: "Client", sides: "Sides", ends: "Sequence[Kept]") -> None:
     """A line for each line, also for one that is no job."""
     from service.bridge.carry import Bridge
-    from service.listed import claim_of_listed
+    from service.listed import claims_of
 
-    claims = [claim for side in _sides(mapper) if (claim := claim_of_listed(side))]
-    if len(claims) != len(ends):
-        raise Failure(Code.IDENTITY, "models with a scaled rope cannot be named this way")
-    over = Bridge(client, (claims[0], claims[1]), ends[0], ends[1])
+    over = Bridge(client, claims_of(sides), ends[0], ends[1])
     for line in sys.stdin.buffer:
         typer.echo(_answered(over, line).model_dump_json(exclude_none=True))
         sys.stdout.flush()
 
 
 def _answered(over: "Bridge", line: bytes) -> "Carried":
-    from service.bridge.carry import Carried, Job
+    from service.bridge.carry import Job, not_carried
 
     try:
         job = Job.model_validate_json(line)
     except ValidationError as error:
-        return Carried(decision="reprefill", reason="invalid_job", detail=fault_of(error))
+        return not_carried("invalid_job", fault_of(error))
     return over.carry(job)
 
 
-def _sides(mapper: "MapperInfo") -> "tuple[SideInfo, SideInfo]":
-    """Source and target; a mapper that was found by their names has both. Raises Failure."""
-    if mapper.source is None or mapper.target is None:
-        raise Failure(Code.ARTIFACT, "the service could not read the mapper")
-    return mapper.source, mapper.target
-
-
-def _mapper(client: "Client", source: str, target: str) -> "MapperInfo":
-    """The only mapper of the pair. Raises Failure."""
+def _sides(client: "Client", source: str, target: str) -> "Sides":
+    """Of the only mapper of the pair. Raises Failure, KVTranslatorError."""
     from service.client import NotTranslated
-    from service.listed import is_between
+    from service.listed import sides_between
 
     try:
         listed = client.mappers().mappers
     except NotTranslated as error:
         raise Failure(Code.SERVER, str(error)) from error
-    found = [mapper for mapper in listed if is_between(mapper, (source, target))]
-    if len(found) != 1:
-        raise Failure(Code.IDENTITY, f"{len(found)} mappers for {source} -> {target}")
-    return found[0]
+    return sides_between(listed, source, target)
