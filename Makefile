@@ -74,7 +74,7 @@ test-lmcache: $(LMCACHE)/.ready  ## kvt bridge lmcache against a real LMCache se
 	PYTHONPATH=$(CURDIR) $(LMCACHE)/bin/python -m pytest -o filterwarnings=default \
 		tests/lmcache $(ARGS)
 
-test-sglang: $(SGLANG)/.ready  ## kvt bridge sglang against SGLang's own file backend
+test-sglang: $(SGLANG)/.ready  ## kvt bridge sglang, and our storage backend, in SGLang's own storage code
 	PYTHONPATH=$(CURDIR) $(SGLANG)/bin/python -m pytest -o filterwarnings=default \
 		tests/sglang $(ARGS)
 

@@ -90,8 +90,6 @@ class TranslatedPages(HiCacheFile):  # type: ignore[misc]
         """How many of these pages, from the first on, are there: after a translation, if a job for
         this prompt waits and more are asked for than there are."""
         found: int = super().batch_exists(keys, extra_info)
-        if found == len(keys):
-            return found
         job = self._inbox.take(keys[found:])
         if job is None or self._carried(job).decision != "translate":
             return found
