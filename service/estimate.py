@@ -33,9 +33,11 @@ class RunningFit:
 
     What is refused measures nothing, so a prediction that is wrong and only refuses would stay
     wrong. Therefore each refusal of its own making is a doubt: it makes the prediction count
-    ``DOUBT`` times as much against the next request of about that length, until one is let through
-    and shows what is true; then it counts in full. What is predicted to take twice as long as it
-    may is tried after 35 refusals, ten times as long after 114.
+    ``DOUBT`` times as much against the next requests of about that length, until the computation of
+    one has put it to the test; then it counts in full. To be let in is no test: who is may leave,
+    or be refused for the cache. So until the first has been computed others may be let in too. What
+    is predicted to take twice as long as it may is tried after 35 refusals, ten times as long after
+    114.
     """
 
     def __init__(self) -> None:
@@ -72,11 +74,13 @@ class RunningFit:
         return float(DOUBT ** self._doubts[tokens.bit_length()])
 
     def doubt(self, tokens: int) -> None:
-        """A prompt of ``tokens`` was refused for what was predicted."""
+        """A prompt of ``tokens`` was refused for what was predicted. Any thread may say so: where
+        two do at once and one doubt is lost, it takes one refusal more."""
         self._doubts[tokens.bit_length()] += 1
 
     def believe(self, tokens: int) -> None:
-        """One was let through, whatever was predicted."""
+        """The computation for a prompt of ``tokens``, which is a few more than ``add`` learns of,
+        has put the prediction to the test."""
         del self._doubts[tokens.bit_length()]
 
 

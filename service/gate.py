@@ -186,9 +186,12 @@ class _Time:
 
     def is_predicted_away(self, smallest: int, native_tail: int) -> bool:
         """Whether it would be refused for the whole prediction, and would not without any."""
-        worth_it = self.worth_it(smallest) and self.worth_it(native_tail)
-        refused = not worth_it or self.late(native_tail)
-        return refused and not self.late(native_tail, share=0.0)
+
+        def refused(share: float) -> bool:
+            worth_it = self.worth_it(smallest, share) and self.worth_it(native_tail, share)
+            return not worth_it or self.late(native_tail, share)
+
+        return refused(1.0) and not refused(0.0)
 
 
 def _reading_seconds(request: TranslateRequest, policy: Policy) -> float | None:

@@ -19,7 +19,7 @@ from service.errors import Problem
 from service.guards import Claim, Standing
 from service.probing import Probing, check_probe, probe_side, queries_of
 from service.schemas import Plan, ShadowRequest, TranslateRequest
-from service.settle import observe_stages
+from service.settle import learn, observe_stages
 from service.side import Side
 from service.state import Service
 from service.stream import Running
@@ -48,6 +48,7 @@ async def translate(call: Call, open_: Callable[[Call], Awaitable[Transport]]) -
         claim = held.enter_context(_claim(judged))
         work = _reserve(judged, transport, held)
         turn = held.enter_context(_turn(judged))
+        held.callback(learn, judged, work, turn)  # when its work has ended, however
         running = await _start(judged, turn, transport, work, held)
         call.ledger.note(**work.facts)
         judged = _ruled_again(judged, work)
@@ -70,12 +71,14 @@ def plan(
     deadline: Deadline,
     named_mapper: str | None = None,
 ) -> Plan:
-    """Answer ``POST /translate/plan``: the same first steps, without the cache."""
+    """Answer ``POST /translate/plan``: the same first steps, without the cache.
+
+    A refusal is a doubt in the prediction here as well: who sends nothing after one would never
+    have it put to the test.
+    """
     service.lifecycle.check_open()
     entry = _identify_pair(service, request, named_mapper)
     standing, ruling = _cheap_gate(service, entry, request, client, deadline)
-    if ruling.doubtful:
-        entry.timing.doubt(request.tokens)
     source, target = _sides(entry, request, ruling.tokens or request.tokens)
     expected = ruling.expected_seconds
     return Plan(
@@ -102,10 +105,6 @@ def _judge(call: Call, request: TranslateRequest) -> Judged:
     entry = _identify_pair(call.service, request, call.named_mapper)
     call.ledger.pair = entry.id
     standing, ruling = _cheap_gate(call.service, entry, request, call.client, call.deadline)
-    if ruling.doubtful:
-        entry.timing.doubt(request.tokens)
-    elif ruling.too_slow and ruling.reason is None:
-        entry.timing.believe(request.tokens)
     call.ledger.note(tokens=request.tokens, native_tail=ruling.native_tail)
     return Judged(call, entry, request, standing, ruling)
 
@@ -132,7 +131,7 @@ def _cheap_gate(
 ) -> tuple[Standing, gate.Ruling]:
     with service.metrics.stage("gate"):
         standing = service.guards.standing(entry, request, client)
-        return standing, gate.rule(
+        ruling = gate.rule(
             entry,
             request,
             standing,
@@ -141,6 +140,13 @@ def _cheap_gate(
             left_seconds=deadline.left_seconds(),
             trust=entry.timing.trust(request.tokens),
         )
+    _note_doubt(entry, request, ruling)
+    return standing, ruling
+
+
+def _note_doubt(entry: Entry, request: TranslateRequest, ruling: gate.Ruling) -> None:
+    if ruling.doubtful:
+        entry.timing.doubt(request.tokens)
 
 
 def _expected(entry: Entry, tokens: int) -> float:
@@ -212,6 +218,7 @@ def _ruled_again(judged: Judged, work: Translation) -> Judged:
     if work.ruling is None:
         return judged
     judged.call.ledger.note(native_tail=work.ruling.native_tail)
+    _note_doubt(judged.entry, judged.request, work.ruling)
     return replace(judged, ruling=work.ruling)
 
 
@@ -259,11 +266,20 @@ async def _ingest(call: Call, transport: Transport, work: Translation) -> None:
 
 
 def _too_late(judged: Judged, turn: Turn, work: Translation) -> bool:
-    """Whether the turn has come too late for what is left to do, whatever was predicted."""
-    waited, ruling = work.space.complete_for_seconds(), judged.ruling
+    """Whether the turn has come too late for what is left to do, whatever was predicted before."""
+    request, ruling = judged.request, judged.ruling
+    waited = work.space.complete_for_seconds()
     left = judged.call.deadline.left_seconds() + waited
-    done_seconds = waited + ruling.trust * turn.left_seconds
-    return gate.comes_too_late(judged.request, ruling.native_tail, done_seconds, left)
+
+    def late(share: float) -> bool:
+        done_seconds = waited + share * turn.left_seconds
+        return gate.comes_too_late(request, ruling.native_tail, done_seconds, left)
+
+    if not late(ruling.trust):
+        return False
+    if not late(0.0):
+        judged.entry.timing.doubt(request.tokens)
+    return True
 
 
 @contextlib.asynccontextmanager

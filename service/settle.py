@@ -1,4 +1,7 @@
-"""What is counted when an answer with tensors has ended."""
+"""What is counted when an answer with tensors has ended.
+
+And what is learned of its time, also where it never began or was cut off.
+"""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +13,9 @@ from service.logs import described
 from service.metrics import Metrics
 from service.problems import as_problem
 from service.stream import Cut, Running
+from service.translation import Translation
 from service.transport import Approved
+from service.turns import Turn
 
 log = structlog.get_logger("service.settle")
 
@@ -18,7 +23,6 @@ log = structlog.get_logger("service.settle")
 def settle(approved: Approved, cut: Cut | None) -> None:
     """Count what became of an answer that had begun; ``cut`` None: all of it was sent."""
     call = approved.judged.call
-    _learn(approved)
     match cut:
         case None:
             _sent(approved)
@@ -30,12 +34,15 @@ def settle(approved: Approved, cut: Cut | None) -> None:
             call.ledger.close("failed", _fault(approved.running))
 
 
-def _learn(approved: Approved) -> None:
-    """What was computed to its end has shown how long that takes, whoever has read it."""
-    judged, running = approved.judged, approved.running
-    work, future = running.work, running.future
-    if future.done() and future.exception() is None and work.complete:
-        judged.entry.timing.add(judged.ruling.tokens, sum(work.seconds.values()))
+def learn(judged: Judged, work: Translation, turn: Turn) -> None:
+    """Of work that has ended: computed to its end, it has shown how long that takes, whoever has
+    read it. Cut short, it has shown that it takes longer; where that is longer than the gate has
+    counted on, the doubts were wrong, and callers that hang up are not let in one after another."""
+    timing, seconds = judged.entry.timing, turn.spent_seconds
+    if work.complete:
+        timing.add(work.target.geometry.tokens, seconds)
+    if work.complete or seconds > judged.ruling.trust * turn.expected_seconds:
+        timing.believe(judged.request.tokens)
 
 
 def _fault(running: Running) -> str:

@@ -19,13 +19,15 @@ from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as some
 
+from service.body_transport import BodyTransport
 from service.deadline import Deadline
 from service.errors import Problem
 from service.metrics import Metrics
 from service.settings import Settings
 from service.state import Service
+from service.translation import Translation
 from service.turns import PATIENCE
-from service.worker import Worker
+from service.worker import Emission, Worker
 from tests.service.asgi import Answer, Message, post
 from tests.service.pair import good
 from tests.service.reporting import BREAKS, Clock
@@ -62,6 +64,17 @@ async def busy(app: FastAPI) -> AsyncIterator[threading.Event]:
         finally:
             release.set()
         await asyncio.wrap_future(held)
+
+
+def slow_upload(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """So much of a deadline passes between a request's document and its tensors."""
+    real = BodyTransport.ingest
+
+    async def ingest(self: BodyTransport, *given: Any) -> None:
+        self._call.deadline._ends_seconds -= seconds
+        await real(self, *given)
+
+    monkeypatch.setattr(BodyTransport, "ingest", ingest)
 
 
 async def queued(app: FastAPI, count: int) -> None:
@@ -197,6 +210,94 @@ class TestDeadline:
 
         run(settings, test)
 
+    @pytest.mark.parametrize(("share", "fewest", "most"), [(0.5, 36, 45), (1.01, 1, 5)])
+    def test_a_wrong_prediction_is_tried_also_where_the_upload_takes_time(
+        self,
+        settings: Settings,
+        monkeypatch: pytest.MonkeyPatch,
+        share: float,
+        fewest: int,
+        most: int,
+    ) -> None:
+        """Which is known only when all of it has been read: the gate lets it in, the turn does not.
+        The deadline is so much of what is predicted."""
+        slow_upload(monkeypatch, 0.08)
+        header = {"kvt-deadline-ms": str(int(share * PREDICTED * 1000))}
+
+        async def test(app: FastAPI) -> None:
+            predict(app)
+            refused = 0
+            while (await post(app, good(), **header)).headers["kvt-decision"] == "reprefill":
+                refused += 1
+                assert refused < most
+            assert refused >= fewest
+            [entry] = service_of(app).store.entries
+            found = entry.timing.seconds(ANSWERED)
+            assert found is not None
+            assert found < share * PREDICTED / 2
+            assert entry.timing.trust(TOKENS) == 1.0
+
+        run(settings, test)
+
+    @pytest.mark.parametrize("waiting", [0.0, 60.0])
+    def test_a_turn_that_comes_too_late_is_a_doubt_where_the_prediction_made_it_so(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch, waiting: float
+    ) -> None:
+        slow_upload(monkeypatch, 1.5 + waiting)
+        header = {"kvt-deadline-ms": str(int(PREDICTED * 1200))}
+
+        async def test(app: FastAPI) -> None:
+            predict(app)
+            [entry] = service_of(app).store.entries
+            answer = await post(app, good(), **header)
+            assert answer.headers["kvt-reason"] == "would_miss_deadline"
+            assert entry.timing.trust(TOKENS) == (1.0 if waiting else 0.98)
+
+        run(settings, test)
+
+    def test_a_trial_that_is_not_computed_ends_no_doubt(self, settings: Settings) -> None:
+        header = {"kvt-deadline-ms": str(int(PREDICTED * 500))}
+        spoiled = good()
+        next(iter(spoiled.tensors.values()))[0, 0, 0] = math.nan
+
+        async def test(app: FastAPI) -> None:
+            predict(app)
+            [entry] = service_of(app).store.entries
+            for _ in range(40):
+                entry.timing.doubt(TOKENS)
+            trust = entry.timing.trust(TOKENS)
+            ended = await post(app, good(), parts=[good().header], **header)
+            refused = await post(app, spoiled, **header)
+            assert (ended.status, refused.headers["kvt-reason"]) == (400, "non_finite")
+            assert entry.timing.trust(TOKENS) == trust
+            assert (await post(app, good(), **header)).headers["kvt-decision"] == "translate"
+            assert entry.timing.trust(TOKENS) == 1.0
+
+        run(settings, test)
+
+    @pytest.mark.parametrize(("predicted", "trust"), [(1e-9, 1.0), (PREDICTED, 0.98)])
+    def test_what_was_cut_short_after_what_was_counted_on_ends_the_doubts(
+        self,
+        settings: Settings,
+        monkeypatch: pytest.MonkeyPatch,
+        predicted: float,
+        trust: float,
+    ) -> None:
+        """Callers that hang up at their deadline leave no measurement, and must not be let in one
+        after the other."""
+
+        async def test(app: FastAPI) -> None:
+            predict(app, t31=predicted)
+            [entry] = service_of(app).store.entries
+            entry.timing.doubt(TOKENS)
+            begun = threading.Event()
+            hook(monkeypatch, break_third, begun)
+            assert (await post(app, good(), on_send=telling(begun))).cut
+            assert entry.timing.seconds(ANSWERED) == predicted
+            assert entry.timing.trust(TOKENS) == trust
+
+        run(settings, test)
+
     def test_one_that_was_right_goes_on_to_refuse(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -233,6 +334,42 @@ class TestDeadline:
         service = run(settings.model_copy(update={"body_grace_seconds": 0.5}), test)
         assert counted(service) == {("disconnected", "client_disconnect"): 1}
 
+    @pytest.mark.parametrize("transport", ["body", "buffers"])
+    def test_so_it_is_where_the_client_left_before_the_answer_began(
+        self,
+        settings: Settings,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        transport: str,
+    ) -> None:
+        cancelled = threading.Event()
+        cancel = Emission.cancel
+        monkeypatch.setattr(Emission, "cancel", lambda self: (cancel(self), cancelled.set()))
+        monkeypatch.setattr(Translation, "_bounded", lambda *_: False)
+
+        async def test(app: FastAPI) -> None:
+            loop, leave = asyncio.get_running_loop(), asyncio.Event()
+
+            def at_the_last(index: int, layer: Any) -> Any:
+                if index == 3:
+                    loop.call_soon_threadsafe(leave.set)
+                    assert cancelled.wait(20)
+                return layer
+
+            hook(monkeypatch, at_the_last)
+            [entry] = service_of(app).store.entries
+            entry.timing.__init__()  # type: ignore[misc]
+            if transport == "body":
+                answer = await post(app, good(), leave=leave)
+            else:
+                kind = {"content-type": "application/json"}
+                async with http(app) as client, leased(client) as (parts, _):
+                    answer = await post(app, good(), leave=leave, parts=parts, **kind)
+            assert answer.status == 499
+            assert entry.timing.seconds(ANSWERED) is not None
+
+        run(settings.model_copy(update={"buffers": tmp_path / "s"}), test)
+
     def test_what_was_cut_short_teaches_nothing(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -260,6 +397,18 @@ class TestDeadline:
             assert found == [("would_miss_deadline", PREDICTED * 1000), (None, PREDICTED * 1000)]
 
         run(settings, test)
+
+
+@asynccontextmanager
+async def leased(client: httpx.AsyncClient) -> AsyncIterator[tuple[list[bytes], list[str]]]:
+    """The body of a good request whose two sides are leases, and the paths of these."""
+    document, leases, mapped = dict(good().document), [], []
+    for side in ("source", "target"):
+        lease = (await client.post("/buffers", json={"nbytes": 1 << 16})).json()
+        document[side] = {**document[side], "buffer": lease["id"]}
+        leases.append(f"/buffers/{lease['id']}")
+        mapped.append(await asyncio.to_thread(fetched, lease))
+    yield [json.dumps(document).encode()], leases
 
 
 def http(app: FastAPI) -> httpx.AsyncClient:
@@ -397,15 +546,8 @@ class TestLeaving:
 
     def test_its_leases_are_free_at_once(self, settings: Settings, tmp_path: Path) -> None:
         async def test(app: FastAPI) -> None:
-            async with http(app) as client, busy(app):
-                document, leases, mapped = dict(good().document), [], []
-                for side in ("source", "target"):
-                    lease = (await client.post("/buffers", json={"nbytes": 1 << 16})).json()
-                    document[side] = {**document[side], "buffer": lease["id"]}
-                    leases.append(f"/buffers/{lease['id']}")
-                    mapped.append(await asyncio.to_thread(fetched, lease))
-                leave, parts = asyncio.Event(), [json.dumps(document).encode()]
-                kind = {"content-type": "application/json"}
+            async with http(app) as client, leased(client) as (parts, leases), busy(app):
+                leave, kind = asyncio.Event(), {"content-type": "application/json"}
                 asked = asyncio.create_task(post(app, good(), leave=leave, parts=parts, **kind))
                 await queued(app, 1)
                 assert [(await client.delete(path)).status_code for path in leases] == [409, 409]

@@ -215,6 +215,8 @@ def test_a_prediction_that_is_trusted_less_lets_a_request_through(
         ({"domain": "law"}, {"left_seconds": 0.02}),
         ({"max_kl": 1e-6}, {"left_seconds": 0.02}),
         ({}, {"left_seconds": 1.0}),
+        ({"tokens": 1, "reprefill_ms": 1e6}, {}),  # no longer than the smallest tail
+        ({"tokens": 1, "reprefill_ms": 1e6}, {"left_seconds": 1e-9}),
     ],
 )
 def test_only_a_refusal_that_the_prediction_alone_makes_is_a_doubt(

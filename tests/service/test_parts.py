@@ -85,7 +85,7 @@ class TestRunningFit:
         fit.add(90, 0.9)
         assert fit.seconds(100) == pytest.approx(1.0)
 
-    def test_refusals_make_it_count_less_until_one_is_let_through(self) -> None:
+    def test_refusals_make_it_count_less_until_one_is_put_to_the_test(self) -> None:
         fit = RunningFit()
         fit.add(64, 1.0)
         shares = []

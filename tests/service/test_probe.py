@@ -30,6 +30,7 @@ from service.wire import TensorSpec
 from tests.service.live import SAFETENSORS
 from tests.service.pair import TARGET, Request, cache, document, good, mapper
 from tests.service.reporting import outcomes, served
+from tests.service.test_admission import predict, service_of
 from tests.service.test_translate import answered
 
 TOKENS = 100
@@ -297,6 +298,20 @@ def test_a_mapper_without_queries_takes_no_probe_and_says_so(
         [unable] = other.get("/mappers").json()["mappers"]
     [able] = client.get("/mappers").json()["mappers"]
     assert (unable["probe_tokens"], able["probe_tokens"]) == (0, PROBE_TOKENS)
+
+
+def test_a_refusal_of_the_second_ruling_for_the_time_is_a_doubt_too(probed: Path) -> None:
+    """99 tokens are predicted to be worth it, the 92 that are left with this probe are not."""
+    with served(Settings(artifacts=(probed,), shadow_rate=0)) as running:
+        predict(running.app, t63=10.0, t99=1.0)
+        [entry] = service_of(running.app).store.entries
+        request = with_probe(probe(1.0), reprefill_ms=2000)
+        refused = 0
+        while post(running, request).headers["kvt-decision"] == "reprefill":
+            refused += 1
+            assert entry.timing.trust(TOKENS) == 0.98**refused
+        assert refused == 20
+        assert entry.timing.trust(TOKENS) == 1.0
 
 
 def test_a_session_pays_for_what_was_certified_in_the_end(probed: Path) -> None:
