@@ -46,6 +46,14 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def own_bytes(pid: int) -> int:
+    """What a process has now that it does not share. Raises OSError: the system does not say."""
+    own = _kib(Path(f"/proc/{pid}/status"), "RssAnon")
+    if own is None:
+        raise OSError("this system does not say what memory a process has")
+    return own
+
+
 def resident_bytes() -> int | None:
     """What this process has now."""
     return _kib(Path("/proc/self/status"), "VmRSS")

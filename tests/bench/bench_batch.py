@@ -2,19 +2,17 @@
 
     python tests/bench/bench_batch.py --geometry qwen3-0.6b:qwen3-1.7b --tokens 32 --tokens 128
 
-One JSON line a row; times are processor time, so that a busy machine matters less. The matrix
-products of a translation are made over the rows of ``requests`` requests: one after another
-(``apart``), in one product (``together``), and for a single request padded to the ``padded_rows``
-that every product must have if bits are not to depend on who else is there (``alone_padded``
-against ``alone``). ``bits_as_alone``: whether a request's rows come out of
-the common product as they do on their own; ``bits_by_place``: whether in a product of
-``padded_rows`` they are the same at any place, whatever lies beside them.
+One JSON line a row, a table on stderr; times are processor time, so that a busy machine matters
+less. The matrix products of a translation are made over the rows of ``requests`` requests: one
+after another (``apart``), in one product (``together``), and for a single request padded to the
+``padded_rows`` that every product must have if bits are not to depend on who else is there
+(``alone_padded`` against ``alone``). ``bits_as_alone``: whether a request's rows come out of the
+common product as they do on their own; ``bits_by_place``: whether in a product of ``padded_rows``
+they are the same at any place, whatever lies beside them.
 """
 
-import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Annotated
 
@@ -25,6 +23,7 @@ from torch import Tensor
 from mappers.bench_pairs import PAIRS, random_mapper
 from mappers.mapper import Mapper
 from mappers.recipes import recipe_of
+from tests.bench.rows import Row, told
 
 PADDED_ROWS = 256
 GEOMETRIES = ["demo", "smollm2-135m", "qwen3-0.6b:qwen3-1.7b"]
@@ -38,16 +37,18 @@ def main(
     requests: Annotated[int, typer.Option(min=2, help="that come at once")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="measurements behind each median")] = 5,
 ) -> None:
-    """Print a JSON line for every geometry, recipe and length."""
+    """Print a JSON line for every geometry, recipe and length, and a table."""
     torch.manual_seed(0)
-    for name in geometry:
-        for one in recipe:
-            products = Products(random_mapper(PAIRS[name], recipe=one, k=k))
-            for rows in tokens:
-                found = products.measured(rows, requests, rounds)
-                line = {"geometry": name, "recipe": one, "k": k, **found}
-                sys.stdout.write(json.dumps(line) + "\n")
-                sys.stdout.flush()
+
+    def measured() -> Iterator[Row]:
+        for name in geometry:
+            for one in recipe:
+                products = Products(random_mapper(PAIRS[name], recipe=one, k=k))
+                for rows in tokens:
+                    found = products.measured(rows, requests, rounds)
+                    yield {"geometry": name, "recipe": one, "k": k, **found}
+
+    told(measured())
 
 
 class Products:

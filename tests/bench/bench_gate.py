@@ -21,11 +21,9 @@ With ``--corruptions``, one line a corruption: how many of the spoiled caches we
 ``--cost``, what the content gate costs beside the translation, and a body's digest.
 """
 
-import json
 import logging
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +37,7 @@ from tests.bench.gate_corruptions import corruption_lines
 from tests.bench.gate_cost import cost_lines
 from tests.bench.gate_data import DEMO, TEXTS, Family, Measured, measure, prefixes
 from tests.bench.gate_promise import ASKED, folds, line
+from tests.bench.rows import told
 
 CORRUPTED = 128
 FEATURES_TAIL = 32
@@ -59,13 +58,13 @@ def main(
     features: Annotated[bool, typer.Option("--features")] = False,
     cost: Annotated[bool, typer.Option("--cost")] = False,
 ) -> None:
-    """Print one JSON line for each of what is asked for; the promise if nothing is."""
+    """Print one JSON line for each of what is asked for, and tables; the promise if nothing is."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     family = Family.load(source, target, root)
     if corruptions:
-        _print(corruption_lines(family, length=length, count=CORRUPTED))
+        told(corruption_lines(family, length=length, count=CORRUPTED))
     if cost:
-        _print(cost_lines(family, rounds=rounds))
+        told(cost_lines(family, rounds=rounds))
     if corruptions or cost:
         return
     measured = [
@@ -74,14 +73,14 @@ def main(
         for one in measure(family, prefixes(domain, family.source, length=length)[:count])
     ]
     if features:
-        _print(feature_lines(measured))
+        told(feature_lines(measured))
         return
     policies = [
         Policy.model_validate({"max_kl": kl, "alpha": alpha, "delta": delta, "risk": name})
         for name in risk
         for kl in max_kl
     ]
-    _print(_promise(family, measured, policies))
+    told(_promise(family, measured, policies))
 
 
 def _promise(
@@ -107,12 +106,6 @@ def feature_lines(measured: list[Measured]) -> Iterator[Mapping[str, Any]]:
                     "native_tail": FEATURES_TAIL,
                     **found._asdict(),
                 }
-
-
-def _print(rows: Iterable[Mapping[str, Any]]) -> None:
-    for row in rows:
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch
 import typer
 
 from mappers.bench_artifact import publish_random
-from mappers.bench_hardware import hardware
+from mappers.bench_hardware import hardware, own_bytes
 from mappers.bench_pairs import PAIRS, Pair, random_cache
 from mappers.cache import DTYPES
 from service.client import Client, Translated
@@ -37,7 +37,7 @@ from service.demo.process import ServerProcess
 from service.logs import configure
 from service.settings import Settings
 from service.store import Store
-from tests.bench.bench_transport import own_bytes, request_of
+from tests.bench.bench_transport import request_of
 from tests.bench.rows import Row, told
 
 TIMEOUT_SECONDS = 600.0

@@ -14,7 +14,6 @@ All take turns, round after round, and the medians count, so that what else the 
 all of them alike. Mappers are random, so the service is told to do without evidence.
 """
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import torch
 import typer
 
 from mappers import artifact
-from mappers.bench_hardware import hardware
+from mappers.bench_hardware import hardware, own_bytes
 from mappers.bench_pairs import PAIRS, Pair, random_cache, random_mapper
 from mappers.bench_rounds import Step, take_turns
 from mappers.cache import DTYPES, KVCache
@@ -202,12 +201,6 @@ def _peak_bytes(pid: int, step: Step) -> int:
     done.set()
     watcher.join()
     return max(0, peak[0] - before)
-
-
-def own_bytes(pid: int) -> int:
-    """Memory of a process that it does not share."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) * 1024 if found else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import box
@@ -12,13 +12,13 @@ from rich.table import Table
 Row = dict[str, Any]
 
 
-def told(rows: Iterable[Row]) -> list[Row]:
+def told(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Print the rows as they come, then a table of them on stderr; all of them."""
-    found = []
+    found: list[Row] = []
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-        found.append(row)
+        found.append(dict(row))
     if found:
         _show(found)
     return found

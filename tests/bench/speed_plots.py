@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-Row = dict[str, Any]
+from tests.bench.rows import Row
+
 INCHES, DOTS_PER_INCH = (6.4, 3.6), 110
 TRANSLATE, PREFILL = "translate_tokens_per_second", "prefill_tokens_per_second"
 GEMM, PEER = "gemm_tokens_per_second", "peer_tokens_per_second"
